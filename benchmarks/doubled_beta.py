@@ -3,7 +3,8 @@
     python benchmarks/doubled_beta.py [--before CHECKOUT]
 
 - Errors are norms of the difference to the reference in float64, relative to its norm. All tokens have
-  one key, beta is near 2 and nothing decays. ``reference`` is plain PyTorch with bf16 inputs.
+  one key, beta is near 2 and nothing decays. ``reference`` is plain PyTorch with bf16 inputs, ``fla`` are
+  the kernels of fla-core, also where the op refuses them because Triton compiles their backward wrongly.
 - Times are of forward and backward on the GPU, for ordinary inputs in bf16.
 - ``--before`` times the kernels of eight sizes without a doubled beta, also with the package of another
   checkout, in turns. A ratio above 1 means that this checkout takes longer.
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import harness
-from gated_delta_rule import NAMES, Size, call_of, leaves, lengths_of
+from gated_delta_rule import NAMES, Size, call_of, leaves, lengths_of, without_refusal
 from harness import Spread
 from workloads import device_from
 
@@ -147,10 +148,15 @@ def main() -> None:
         ]
         save()
         print(harness.table([{k: str(v) for k, v in row.items()} for row in results["sizes"]]))
+    backends: tuple[str, ...] = ("triton", "reference") if backend == "triton" else ("reference",)
+    if device.type == "cuda":
+        try:
+            without_refusal()
+            backends += ("fla",)
+        except ImportError as missing:
+            results["fla"] = f"not measured: {missing}"
     results["errors"] = errors(
-        size._replace(key_heads=2, value_heads=4) if not arguments.quick else size,
-        device,
-        ("triton", "reference") if backend == "triton" else ("reference",),
+        size._replace(key_heads=2, value_heads=4) if not arguments.quick else size, device, backends
     )
     print(json.dumps(results["errors"], indent=1), flush=True)
     save()

@@ -34,7 +34,7 @@ from layouts import CAPACITY, QUICK_STEPS, config_of, quick, steps_of
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.collectives import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import Axis, ParallelGroups, Unjoined
@@ -160,7 +160,7 @@ def run(
     bounds = ExpertBounds(job.step, groups, packs_per_step=packs_per_step, say=lambda line: None)
     if bounds.unknown:
         bounds.observe(mine[0])
-    sizes = CaptureSizes.of([CAPACITY], c["T"])
+    sizes = CaptureSizes.from_capacities([CAPACITY], c["T"])
     graphs = build_graphs(config, job, sizes, groups, lambda line: None)
     seconds, held, pool = [], 0, 0.0
     with released(graphs):

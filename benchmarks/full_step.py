@@ -223,7 +223,7 @@ def run(
     ``save`` receives the results so far after each number of micro-batches.
     """
     lengths = packings(c["T"], PACKS)
-    capture_sizes = CaptureSizes.of(CAPACITIES, c["T"])
+    capture_sizes = CaptureSizes.from_capacities(CAPACITIES, c["T"])
     groups = ParallelGroups.single(device)
     config = config_of(c, max(counts), device)
     job = build_job(config, groups, c["vocab"])

@@ -421,7 +421,7 @@ def run(
     ``save`` receives the results so far after each measurement.
     """
     most = max(map(len, lengths))
-    capture_sizes = CaptureSizes.of({most, *capacities}, c["T"])
+    capture_sizes = CaptureSizes.from_capacities({most, *capacities}, c["T"])
     natural = [capture_sizes.smallest_for(len(row), c["T"]) for row in lengths]
     exact = [host_batch(c, row, n, None, device) for n, row in enumerate(lengths)]
     replayed = [

@@ -31,7 +31,7 @@ import torch
 # lets the scripts run from a checkout that is not installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from megatron_packed.config.triton_assembler import assembler_variables
+from megatron_packed.config.environment_variables import assembler_variables
 
 for _name, _value in assembler_variables().items():  # kernels are compiled as in a run
     os.environ.setdefault(_name, _value)

@@ -279,7 +279,7 @@ def replayed(
     graphs = build_graphs(
         config,
         job,
-        CaptureSizes.of([CAPACITY], config.packing.tokens_per_pack),
+        CaptureSizes.from_capacities([CAPACITY], config.packing.tokens_per_pack),
         groups,
         lambda line: None,
     )

@@ -163,7 +163,7 @@ class Run:
             self.shape, device, max_positions=self.shape.slots, backends=backends
         )
         groups = ParallelGroups.single(device)
-        layout = MetricsLayout.of(groups, self.model)
+        layout = MetricsLayout.from_model(self.model, groups)
         buffers = FlatBuffers(self.model, extras=layout.extras, counters=layout.counters)
         self.step_once = TrainStep(self.model, buffers, Optimizer(buffers), groups)
         self.rebuild = PerLayerRebuild(self.model, case.attention)

@@ -28,9 +28,8 @@ from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
-from megatron_packed.models.flops import model_flops
+from megatron_packed.models.flops import FlopCounter, peak_flops
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.peak_flops import peak_flops
 from megatron_packed.packed.micro_batch import MicroBatch
 
 DOCUMENTS = 12
@@ -381,7 +380,8 @@ def run(
         return lambda: side.step(next(numbers) % len(batches))
 
     walls = harness.interleaved({label: cycling(side) for label, side in sides.items()})
-    flops = sum(model_flops(model.config, c["vocab"], row) for row in lengths) / len(lengths)
+    counter = FlopCounter(model.config, c["vocab"])
+    flops = sum(counter.training(row).total for row in lengths) / len(lengths)
     peak = peak_flops(torch.device("cuda"))
     profiles: dict[str, list[harness.Busy]] = {label: [] for label in sides}
     for _ in range(ROUNDS):

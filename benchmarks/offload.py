@@ -226,7 +226,7 @@ def of_graphs(
 ) -> dict[str, Any]:
     """Return the measurements of replayed steps that recompute, with and without offload."""
     made, runs, found = [], {}, {}
-    capture_sizes = CaptureSizes.of([CAPACITY], c["T"])
+    capture_sizes = CaptureSizes.from_capacities([CAPACITY], c["T"])
     try:
         for name in (RECOMPUTE, TWO):
             job, config = jobs[name], config_of(c, SIDES[name], groups.device, impl)

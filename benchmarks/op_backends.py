@@ -42,8 +42,8 @@ from megatron_packed.ops.router_logits.api import OP as ROUTER
 from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.ops.ssd.api import OP as SSD
 from megatron_packed.ops.ssd.api import ssd
+from megatron_packed.ops.varlen_attention.api import OP as ATTENTION
 from megatron_packed.ops.varlen_attention.api import varlen_attention
-from megatron_packed.ops.varlen_attention.backends import OP as ATTENTION
 from megatron_packed.packed.params import PackedSeqParams
 
 T, CAPACITY = 4096, 32

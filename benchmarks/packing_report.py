@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 import harness
 from megatron_packed.data.keyed_random import KeyedRandom
-from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import OVERLONG_POLICIES, Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from pack_companions import companions
 
 MILLION = 1_000_000
 LENGTHS = Path(__file__).parents[1] / "tests" / "unit" / "data" / "gpt2_lengths.npz"
@@ -250,7 +250,7 @@ def capacities_of(lengths: NDArray[np.int64], slots: int, method: str) -> tuple[
     packer = Packer(slots=slots, method=method)
     plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
     first = plan.epoch(0).documents_per_pack
-    capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
+    capture_sizes = CaptureSizes.from_capacities(choose_capacities(first), slots)
     if method == "balanced":
         plan = plan.keeping_to(int(first.max()))
     counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])

@@ -162,7 +162,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure one choice of kernels. The caller must have set the environment of that choice."""
     lengths = packings(c["T"], PACKS)
-    capture_sizes, groups = CaptureSizes.of(CAPACITIES, c["T"]), ParallelGroups.single(device)
+    capture_sizes, groups = (
+        CaptureSizes.from_capacities(CAPACITIES, c["T"]),
+        ParallelGroups.single(device),
+    )
     config = config_of(c, micro_batches, device)
     # Clipping would divide all gradients in place by a norm that varies between repeats, before
     # their checksums are taken.

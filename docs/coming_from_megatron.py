@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_packed.config.megatron.differences import differences
 from megatron_packed.config.megatron.flags import ACCEPTED, REFUSAL_OF, REFUSED, TAKEN
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.flag_registry import Spelling, spellings
+from megatron_packed.config.parser.command_line import Spelling, spellings
 from megatron_packed.config.parser.help_text import default_text
 
 ROOT = Path(__file__).parent.parent

@@ -28,14 +28,14 @@ sys.path.append(str(Path(__file__).parent))
 from coming_from_megatron import NAMES, markdown
 from published_lines import PublishedLine, recipe_lines, script_lines, test_cases
 
-from megatron_packed.config.megatron.gpt_layers import gpt_pattern
-from megatron_packed.config.megatron.line_outcomes import (
+from megatron_packed.cli.megatron_outcomes import (
     FlagOutcome,
     LineOutcome,
     line_outcome,
     split_of,
 )
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.megatron.gpt_layers import gpt_pattern
+from megatron_packed.config.parser.command_line import spellings
 
 PAGE = Path(__file__).parent / "megatron_lines.md"
 RESULT = Path(__file__).parent / "published" / "megatron_lines.json"

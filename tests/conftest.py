@@ -21,7 +21,7 @@ from support import fork_server, quick_python
 from support.shown import Recorder
 
 if TYPE_CHECKING:
-    from megatron_packed.distributed.testing import WorkerPools
+    from support.process_pools import WorkerPools
 
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # as in the servers of processes: cycles are few
@@ -207,7 +207,7 @@ def pools() -> Iterator[WorkerPools]:
     Use: ``pools.run(fn, world_size, *args, layout={"tp_size": 2})``.
     The pools end with the file, because waiting process groups use a processor (`WorkerPools`).
     """
-    from megatron_packed.distributed.testing import WorkerPools
+    from support.process_pools import WorkerPools
 
     fork_server.fork_server()
     with WorkerPools() as made:

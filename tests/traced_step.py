@@ -119,7 +119,7 @@ def tiny_step() -> tuple[Any, list[Any]]:
     config = ModelConfig(**SIZES)
     groups = ParallelGroups.single()
     model = HybridModel(config, vocab_size=61, max_positions=48, seed=1).train()
-    layout = MetricsLayout.of(groups, model)
+    layout = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     documents = [[(np.arange(length) % 61, None) for length in pack] for pack in ([20, 9, 3], [41])]
     packs = [MicroBatch.build(pack, 48, scales=(1 / 69, 0.5)) for pack in documents]

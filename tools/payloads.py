@@ -28,6 +28,7 @@ from typing import NamedTuple
 from common.hostile_payloads import READERS, Payload, payloads
 from common.hostile_text import SECRET_NAME, Canary, archive, pickles
 from common.sound_files import copy_files, make_sound_files
+from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME
 from support.quick_python import quick_python
 
 SECONDS = 60.0
@@ -143,7 +144,12 @@ def leaked(ended: Ended, canary: Canary, folder: Path) -> bool:
 
 def outside_state(canary: Canary) -> object:
     """Return the names and contents outside of the folder of a case."""
-    return sorted((path.name, path.read_bytes()) for path in canary.outside.iterdir())
+    # The cache of a data set, which the payload names by a path, is beside its file by design.
+    return sorted(
+        (str(path), path.read_bytes() if path.is_file() else b"")
+        for path in canary.outside.rglob("*")
+        if DEFAULT_CACHE_NAME not in path.parts
+    )
 
 
 def case(

@@ -21,7 +21,7 @@ from common.layout_cases import STEPS, Found, LayoutCase, draw_case, draw_other_
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.distributed.testing import WorkerPools
+from support.process_pools import WorkerPools
 from support.whole_state import assembled
 
 TOLERANCE = 1e-9

@@ -2,7 +2,7 @@
 
     python tools/traced_run.py [--list PHASE] [FLAGS ...]
 
-The run is `worker.main` with a model ``M*-E`` and 60 lines of text. A file is visited if one of its
+The run is `worker.run_worker` with a model ``M*-E`` and 60 lines of text. A file is visited if one of its
 functions runs. Files that only define classes, or only call functions while they are imported, are
 counted apart. A switch is a call whose file differs from that of the previous call in the same
 thread. A phase begins with the first call of its function.
@@ -137,9 +137,9 @@ def trace_run(flags: Sequence[str] = ()) -> RunTracer:
         threading.setprofile(tracer)
         sys.setprofile(tracer)
         try:
-            from megatron_packed.training.worker import main
+            from megatron_packed.training.worker import run_worker
 
-            main()
+            run_worker()
         except SystemExit as ended:
             if ended.code:
                 raise RuntimeError(f"the run ended with exit code {ended.code}") from None

@@ -28,7 +28,7 @@ from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view
 _ALIGNMENT = 64
 """Alignment of each copy in the host buffer, in bytes."""
 
-Save = Callable[[Sequence[TensorShard]], SavedCheckpoint]
+WriteShards = Callable[[Sequence[TensorShard]], SavedCheckpoint]
 
 
 class BackgroundSaves:
@@ -42,7 +42,7 @@ class BackgroundSaves:
         self._under_way: Future[SavedCheckpoint] | None = None
         self._staging = Staging()
 
-    def begin(self, save: Save, shards: Sequence[TensorShard]) -> None:
+    def begin(self, save: WriteShards, shards: Sequence[TensorShard]) -> None:
         """Copy ``shards`` to host memory and call ``save`` with the copies in the thread.
 
         No other save may be running. When this method returns, the caller may change the tensors.

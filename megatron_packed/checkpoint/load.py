@@ -33,7 +33,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import (
     Candidate,
     is_checkpoint_name,
@@ -47,9 +46,10 @@ from megatron_packed.checkpoint.errors import (
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.latest_hint import check_hint, lost_checkpoint
-from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint
+from megatron_packed.checkpoint.load_attempt import LoadAttempt, LoadedCheckpoint, read_attached
 from megatron_packed.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.checkpoint.rank_agreement import ONE_PROCESS, Ranks
+from megatron_packed.checkpoint.run_metadata import BEST_STEP
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags
@@ -57,8 +57,6 @@ from megatron_packed.files.regular_files import StrPath
 
 BEST: Literal["best"] = "best"
 """Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""
-BEST_STEP = "best_step"
-"""Key of the metadata: the step with the lowest validation loss so far, or None."""
 Step = int | Literal["best"] | None
 """Step of the checkpoint to load; None for the newest one."""
 _CURE = "load from another directory, or restore an intact copy"
@@ -140,9 +138,7 @@ def newest_metadata(
     path: StrPath,
     keys: Collection[str],
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks = ONE_PROCESS,
     step: Step = None,
     problem: Callable[[JsonFields], str | None] = lambda metadata: None,
 ) -> JsonFields | None:
@@ -167,7 +163,6 @@ def newest_metadata(
             raise CheckpointMismatchError(refusal, path=names[0])
         return {key: metadata[key] for key in keys if key in metadata}
 
-    ranks = Ranks(rank=rank, world_size=world_size, group=group)
     what = f"reading the newest checkpoint in {path}"
     newest: dict[str, Any] | None = ranks.agree_with_rank_0(read, what, cure=_CURE)
     return newest
@@ -186,9 +181,7 @@ class Attachments(NamedTuple):
 def read_attachments(
     path: StrPath,
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks = ONE_PROCESS,
     step: Step = None,
     warn: Callable[[str], None] | None = None,
 ) -> Attachments | None:
@@ -223,7 +216,6 @@ def read_attachments(
             return [name, []]
         return [None, list(rejected.values())]
 
-    ranks = Ranks(rank=rank, world_size=world_size, group=group)
     name, problems = ranks.agree_with_rank_0(
         choose, f"reading the newest checkpoint in {path}", cure=_CURE
     )

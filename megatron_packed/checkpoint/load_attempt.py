@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_packed.checkpoint.attached_files import read_attached
 from megatron_packed.checkpoint.directory import read_candidate
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    AttachedFile,
     Manifest,
     decode_manifest,
 )
 from megatron_packed.checkpoint.rank_agreement import Outcome, Ranks
 from megatron_packed.checkpoint.read_tensors import StoredRange, fill, locate, open_file
-from megatron_packed.checkpoint.sealed_json import Json, JsonFields, read_small_file
-from megatron_packed.checkpoint.shard_file import check_tensor_bytes
+from megatron_packed.checkpoint.sealed_json import (
+    Json,
+    JsonFields,
+    open_plain_file,
+    read_small_file,
+)
+from megatron_packed.checkpoint.shard_reader import check_tensor_bytes
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, TensorShard
 from megatron_packed.config import flag_names as flags
+
+_ATTACHED_CURE = "restore the file, or use another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,3 +218,37 @@ def _share(manifest: Manifest, rank: int, world_size: int) -> list[int]:
         if owner == rank:
             mine.append(index)
     return mine
+
+
+def read_attached(directory: Path, record: AttachedFile) -> str:
+    """Read an attached file of a checkpoint, and compare it with the manifest.
+
+    Raises:
+        CheckpointError: the file is missing, is no regular file, or differs from the manifest.
+    """
+    path = directory / record.name
+    fault = partial(CheckpointError, path=path, cure=_ATTACHED_CURE)
+    descriptor = open_plain_file(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        try:
+            data = file.read(record.size) if size == record.size else b""
+        except OSError as error:
+            raise fault("the file cannot be read", found=str(error)) from None
+    if size != record.size:
+        raise fault(
+            "the file has another size than in the manifest",
+            expected=f"{record.size} bytes",
+            found=f"{size} bytes",
+        )
+    sha256 = AttachedFile.from_bytes(record.name, data).sha256
+    if sha256 != record.sha256:
+        raise fault(
+            "the content does not match its checksum",
+            expected=f"sha256 {record.sha256}",
+            found=sha256,
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise fault("the file is not UTF-8 text", found=str(error)) from None

@@ -8,21 +8,26 @@ the file.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
-from megatron_packed.checkpoint.attached_files import MAX_ATTACHED_BYTES, AttachedFile
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.safetensors_header import MAX_HEADER_BYTES, is_sizes
 from megatron_packed.checkpoint.sealed_json import Json, JsonFields, read_small_file, seal, unseal
-from megatron_packed.checkpoint.tensor_extent import Extent, first_not_once
-from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, NAMED_DTYPES, TENSOR_NAME
+from megatron_packed.checkpoint.tensor_shard import (
+    DTYPE_NAMES,
+    NAMED_DTYPES,
+    TENSOR_NAME,
+    Extent,
+    first_not_once,
+)
 
 MANIFEST = "manifest.json"
 CRC32C = "crc32c"
@@ -33,6 +38,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 With blocks of 4 MiB a manifest needs about 3 MiB per TiB of checkpoint.
 """
+MAX_ATTACHED_BYTES = 256 << 20
+"""Size limit of an attached file. A tokenizer.json of 250,000 tokens has about 20 MiB."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -75,6 +82,22 @@ class TensorRecord:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachedFile:
+    """Name, size in bytes, and SHA-256 of a text that belongs to the weights, such as a tokenizer."""
+
+    name: str
+    size: int
+    sha256: str
+
+    @classmethod
+    def from_bytes(cls, name: str, data: bytes) -> AttachedFile:
+        return cls(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def to_json(self) -> JsonFields:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,31 +200,23 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
             or do not fill their file are also errors.
     """
     content = unseal(data, path)
+    check = _Fields(content, path, "the manifest")
     if content.get("format") != _FORMAT:
-        raise CheckpointError(
+        raise check.fault(
             "the format is unknown",
-            path=path,
             expected=repr(_FORMAT),
             found=repr(content.get("format"))[:100],
             cure="read the checkpoint with the version of megatron_packed that wrote it",
         )
-    check = _Fields(content, path, "the manifest")
     files = tuple(_file_record(value, path) for value in check.take("files", list))
     listed_attached = check.take("attached", list) if "attached" in content else []
     attached = tuple(_attached_file(value, path) for value in listed_attached)
     listed: list[FileRecord | AttachedFile] = [*files, *attached]
     names = [record.name for record in listed]
     if len({*names, MANIFEST}) != len(names) + 1:
-        raise CheckpointError(
-            "a file is listed twice", path=path, found=sorted(names)[:20], cure=_CURE
-        )
+        raise check.fault("a file is listed twice", found=sorted(names)[:20])
     manifest = Manifest(
-        run_id=check.take("run_id", str),
-        save_id=check.take("save_id", str),
-        step=check.size("step"),
-        sequence=check.size("sequence"),
-        world_size=check.size("world_size"),
-        config_hash=check.take("config_hash", str),
+        **check.numbers_and_texts(Manifest),
         metadata=check.take("metadata", dict),
         files=files,
         tensors={
@@ -213,12 +228,10 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
     for record, held in zip(files, manifest.held):
         num_bytes = sum(extent.numel * dtype.itemsize for _, dtype, extent in held)
         if num_bytes != record.data_bytes:
-            raise CheckpointError(
+            raise check.fault(
                 f"the ranges of file {record.name} do not fill the file",
-                path=path,
                 expected=f"{record.data_bytes} bytes",
                 found=f"{num_bytes} bytes",
-                cure=_CURE,
             )
     return manifest
 
@@ -264,21 +277,18 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
     check = _Fields(value, path, f"tensor {name}")
     shape, dtype = check.take("shape", list), NAMED_DTYPES.get(check.take("dtype", str))
     if not is_sizes(shape) or dtype is None:
-        raise CheckpointError(
+        raise check.fault(
             f"the shape or dtype of tensor {name} is invalid",
-            path=path,
             expected=f"sizes and one of {', '.join(NAMED_DTYPES)}",
             found=f"{shape!r} and {value['dtype']!r}"[:200],
-            cure=_CURE,
         )
     numel = math.prod(shape)
     ranges = []
     for part in check.take("ranges", list):
         extent, index = _decode_range(part) if is_sizes(part) and len(part) in (3, 5) else (None, 0)
         if extent is None or extent.problem(numel) is not None or index >= num_files:
-            raise CheckpointError(
+            raise check.fault(
                 f"the ranges of tensor {name} do not cover its {numel} elements once each",
-                path=path,
                 expected=f"a range that ends at {numel} or before, in one of {num_files} files",
                 found=repr(part)[:100],
                 cure="each element must be in exactly one range",
@@ -288,9 +298,8 @@ def _tensor_record(name: str, value: Json, num_files: int, path: Path) -> Tensor
     element = first_not_once(extents, numel)
     if element is not None:
         early = all(extent.last <= element for extent in extents)
-        raise CheckpointError(
+        raise check.fault(
             f"the ranges of tensor {name} {'end early' if early else f'do not cover its {numel} elements once each'}",
-            path=path,
             expected=f"{numel} elements" if early else f"a range that starts at {element}",
             found=element if early else ", ".join(extent.text for extent in extents)[:100],
             cure="each element must be in exactly one range",
@@ -314,50 +323,35 @@ def _decode_range(part: Sequence[int]) -> tuple[Extent, int]:
     return Extent(start, end, *row_layout), index
 
 
-def _file_name(check: _Fields) -> str:
-    """Return the name of a file, which must be a plain name inside the checkpoint."""
-    name = str(check.take("name", str))
+def _check_name(check: _Fields) -> None:
+    """Check that the name of a file is a plain name inside the checkpoint."""
+    name = check.take("name", str)
     if not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(
+        raise check.fault(
             "a file name is not a plain name inside the checkpoint",
-            path=check.path,
             expected="letters, digits and _.- without a slash",
             found=repr(name)[:200],
-            cure=_CURE,
         )
-    return name
 
 
 def _attached_file(value: Json, path: Path) -> AttachedFile:
     check = _Fields(value, path, "an attached file")
-    record = AttachedFile(
-        name=_file_name(check), size=check.size("size"), sha256=check.take("sha256", str)
-    )
+    _check_name(check)
+    record = AttachedFile(**check.numbers_and_texts(AttachedFile))
     if record.size > MAX_ATTACHED_BYTES or not _SHA256.fullmatch(record.sha256):
-        raise CheckpointError(
+        raise check.fault(
             f"the record of file {record.name} is inconsistent",
-            path=path,
             expected=f"at most {MAX_ATTACHED_BYTES} bytes, and a sha256 of 64 hex digits",
             found=f"{record.size} bytes, sha256 {record.sha256}"[:200],
-            cure=_CURE,
         )
     return record
 
 
 def _file_record(value: Json, path: Path) -> FileRecord:
     check = _Fields(value, path, "a file record")
-    name = _file_name(check)
+    _check_name(check)
     checksums = check.take("block_checksums", list)
-    record = FileRecord(
-        name=name,
-        rank=check.size("rank"),
-        size=check.size("size"),
-        header_bytes=check.size("header_bytes"),
-        algorithm=check.take("algorithm", str),
-        header_checksum=check.take("header_checksum", str),
-        block_bytes=check.size("block_bytes"),
-        block_checksums=tuple(checksums),
-    )
+    record = FileRecord(**check.numbers_and_texts(FileRecord), block_checksums=tuple(checksums))
     low, high = _BLOCK_BYTES_RANGE
     sound = (
         record.algorithm == CRC32C
@@ -371,13 +365,11 @@ def _file_record(value: Json, path: Path) -> FileRecord:
         )
     )
     if not sound:
-        raise CheckpointError(
-            f"the record of file {name} is inconsistent",
-            path=path,
+        raise check.fault(
+            f"the record of file {record.name} is inconsistent",
             expected=f"algorithm {CRC32C}, blocks of {low} to {high} bytes, one checksum per block",
             found=f"algorithm {record.algorithm}, {record.size} bytes, header of {record.header_bytes} bytes, "
             f"blocks of {record.block_bytes} bytes, {len(checksums)} checksums",
-            cure=_CURE,
         )
     return record
 
@@ -386,34 +378,33 @@ class _Fields:
     """Typed access to one JSON object of the manifest."""
 
     def __init__(self, value: Json, path: Path, owner: str) -> None:
+        self.fault = partial(CheckpointError, path=path, cure=_CURE)
         if not isinstance(value, dict):
-            raise CheckpointError(
-                owner, path=path, expected="a JSON object", found=repr(value)[:100], cure=_CURE
-            )
+            raise self.fault(owner, expected="a JSON object", found=repr(value)[:100])
         self.value = value
-        self.path = path
         self.owner = owner
 
     def take(self, key: str, kind: type) -> Json:
         field_value = self.value.get(key)
         if type(field_value) is not kind:
-            raise CheckpointError(
+            raise self.fault(
                 f"field {key!r} of {self.owner} is missing or has the wrong type",
-                path=self.path,
                 expected=kind.__name__,
                 found=repr(field_value)[:100],
-                cure=_CURE,
+            )
+        if kind is int and not 0 <= self.value[key] < 1 << 62:
+            raise self.fault(
+                f"field {key!r} of {self.owner} is out of range",
+                expected="0 to 2**62",
+                found=field_value,
             )
         return field_value
 
-    def size(self, key: str) -> int:
-        number = self.take(key, int)
-        if not 0 <= number < 1 << 62:
-            raise CheckpointError(
-                f"field {key!r} of {self.owner} is out of range",
-                path=self.path,
-                expected="0 to 2**62",
-                found=number,
-                cure=_CURE,
-            )
-        return int(number)
+    def numbers_and_texts(self, record: type) -> JsonFields:
+        """Return the values of all fields of a dataclass that are an int or a str."""
+        kinds = {"int": int, "str": str}
+        return {
+            part.name: self.take(part.name, kinds[part.type])
+            for part in fields(record)
+            if part.type in kinds
+        }

@@ -16,10 +16,6 @@ from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config.stored_config import is_number, wrong
 from megatron_packed.config.value_checks import INT32_MAX
 
-ORIGINAL = "original"
-"""Key of the facts in the metadata of a checkpoint. Models that were trained from scratch and older
-checkpoints lack it.
-"""
 CONFIG, GENERATION = "config", "generation"
 """Parts of the facts: keys of config.json, and of generation_config.json."""
 TOKENIZER_HASH = "tokenizer_hash"

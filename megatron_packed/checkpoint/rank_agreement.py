@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.sealed_json import Json
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.groups import ParallelGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,16 @@ class Outcome:
 class Ranks:
     """Ranks of one save or load. ``world_size`` 1 needs no process group."""
 
-    rank: int
-    world_size: int
-    group: dist.ProcessGroup | None
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def from_groups(cls, groups: ParallelGroups | None) -> Ranks:
+        """Return all ranks of a run; None is one process."""
+        if groups is None:
+            return ONE_PROCESS
+        return cls(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -117,6 +127,9 @@ class Ranks:
     def agree_with_rank_0(self, action: Callable[[], Any], what: str, *, cure: str) -> Any:
         """Run ``action`` on rank 0 and return its value on all ranks; see `agree`."""
         return self.agree(on_rank_0(self.rank, action), what, cure=cure)[0]
+
+
+ONE_PROCESS = Ranks()
 
 
 def attempt(action: Callable[[], Json]) -> Outcome:

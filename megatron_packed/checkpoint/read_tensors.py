@@ -12,9 +12,15 @@ from torch import Tensor
 from megatron_packed.checkpoint.directory import check_sizes
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import Manifest, read_manifest
-from megatron_packed.checkpoint.shard_file import FileSegment, ShardReader
-from megatron_packed.checkpoint.tensor_extent import Extent, Overlap, overlaps
-from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view, shard_key
+from megatron_packed.checkpoint.shard_reader import FileSegment, ShardReader
+from megatron_packed.checkpoint.tensor_shard import (
+    Extent,
+    Overlap,
+    TensorShard,
+    byte_view,
+    overlaps,
+    shard_key,
+)
 from megatron_packed.files.regular_files import StrPath
 
 StoredRange = tuple[str, Extent, Overlap | None, Tensor | None]

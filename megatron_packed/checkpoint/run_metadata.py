@@ -12,14 +12,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from megatron_packed.checkpoint.load import BEST_STEP
-from megatron_packed.checkpoint.original_facts import ORIGINAL, facts_problem
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.checkpoint import PHASE_NAME
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.stored_config import is_number, stored_problem, wrong
 from megatron_packed.config.value_checks import INT32_MAX
 
+Metadata = Mapping[str, Any]
+"""Metadata of a checkpoint by key; `metadata_problem` finds what is wrong with it."""
 MOST_PACKS_PER_STEP = 1 << 20
 """Largest accepted number of packs per step.
 
@@ -32,7 +32,12 @@ EXPERT_BOUNDS = "expert_bounds"
 """Key of the bounds of expert buffers; older checkpoints and runs without bounds lack it."""
 PHASES = "phases"
 """Key of the phases of the run so far, the current one last; older checkpoints lack it."""
-
+BEST_STEP = "best_step"
+"""Key of the step with the lowest validation loss so far, or None."""
+ORIGINAL = "original"
+"""Key of the facts of a Hugging Face model (`original_facts.py`). Models that were trained from
+scratch and older checkpoints lack it.
+"""
 CALLBACKS = "callbacks"
 """Key of the states of callbacks: name -> one `CallbackRecord`, or one for each rank, which is None
 for a rank without a state. Older checkpoints and runs without callbacks lack it.
@@ -71,7 +76,7 @@ class DataHashes(NamedTuple):
     """Hash of the documents of a validation. A run without validations keeps that of its checkpoint."""
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> DataHashes:
+    def from_metadata(cls, metadata: Metadata) -> DataHashes:
         """Return the hashes of the run that saved this metadata."""
         return cls(*(metadata.get(name, "") for name in cls._fields))
 
@@ -157,18 +162,18 @@ class RunProgress:
         return replace(self, best_loss=0.0, best_at=0, validations_since_best=0)
 
 
-def packs_per_step_of(metadata: Mapping[str, Any]) -> int:
+def packs_per_step_of(metadata: Metadata) -> int:
     """Return the packs per step of the run that saved this metadata; 0 for converted weights."""
     packing = metadata["config"].get("packing")
     return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
 
 
-def holds_only_weights(metadata: Mapping[str, Any]) -> bool:
+def holds_only_weights(metadata: Metadata) -> bool:
     """Return whether metadata belongs to converted weights, which no run can continue."""
     return "packing" not in metadata["config"] and "iteration" not in metadata["progress"]
 
 
-def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
+def progress_of(metadata: Metadata) -> RunProgress:
     saved = metadata["progress"]
     # Older checkpoints do not count packs; all steps of their runs had the same number of packs.
     return RunProgress(
@@ -176,14 +181,12 @@ def progress_of(metadata: Mapping[str, Any]) -> RunProgress:
     )
 
 
-def phases_of(metadata: Mapping[str, Any]) -> tuple[Phase, ...]:
+def phases_of(metadata: Metadata) -> tuple[Phase, ...]:
     """Return the phases of the run that saved this metadata, the current one last."""
     return tuple(Phase(**phase) for phase in metadata.get(PHASES, ()))
 
 
-def tokenizer_warning(
-    checkpoint: Path, metadata: Mapping[str, Any], tokenizer_hash: str
-) -> str | None:
+def tokenizer_warning(checkpoint: Path, metadata: Metadata, tokenizer_hash: str) -> str | None:
     """Return a warning if weights were trained with another tokenizer than the one used now."""
     now = DataHashes(tokenizer_hash=tokenizer_hash)
     if now.has_tokenizer_of(DataHashes.from_metadata(metadata)) is not False:
@@ -194,26 +197,27 @@ def tokenizer_warning(
     )
 
 
-def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
+def metadata_problem(metadata: Metadata) -> str | None:
     """Return the first problem of the metadata of a checkpoint or of converted weights, or None."""
+    from megatron_packed.checkpoint.original_facts import facts_problem
+
     # Check every value before any value is used. Types are not enough: a very large position, for
     # example, would make a run pack epochs for years.
+    text = _expecting("text", _is_text)
     checks: Mapping[str, Callable[[Any], str | None]] = {
         "config": stored_problem,
-        "plan_hash": _is_text,
-        "data_hash": _is_text,
-        "tokenizer_hash": _is_text,
-        "validation_hash": _is_text,
-        "layout": _layout_problem,
+        **dict.fromkeys(("plan_hash", *DataHashes._fields, FOLDER), text),
+        "layout": _expecting("an object of whole numbers", _is_layout),
         "progress": _progress_problem,
         "rng": _rng_problem,
-        "room": _room_problem,
-        BEST_STEP: _best_step_problem,
-        SPIKE_WINDOW: _spike_window_problem,
+        "room": _expecting("null or a number above 0", _is_room),
+        BEST_STEP: _expecting("null or a step", lambda step: step is None or _is_whole(step)),
+        SPIKE_WINDOW: _expecting(
+            "an object with as many losses as gradient norms", _is_spike_window
+        ),
         PHASES: _phases_problem,
-        EXPERT_BOUNDS: _bounds_problem,
+        EXPERT_BOUNDS: _expecting("the bounds of expert buffers", _are_bounds),
         CALLBACKS: _callbacks_problem,
-        FOLDER: _is_text,
         ORIGINAL: facts_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
@@ -222,7 +226,7 @@ def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
     return None if found is None else f"has invalid metadata: {found}; use another checkpoint"
 
 
-def _missing(metadata: Mapping[str, Any]) -> Iterator[str]:
+def _missing(metadata: Metadata) -> Iterator[str]:
     """Yield the missing keys of metadata; converted weights, which have no packing, need fewer keys."""
     yield from (key for key in ("config", "plan_hash", "progress") if key not in metadata)
     if "packing" not in metadata["config"]:
@@ -241,45 +245,41 @@ def _is_whole(value: Any, most: int = _MOST) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _is_text(value: Any) -> str | None:
-    return None if isinstance(value, str) else wrong(value, "text")
+def _expecting(expected: str, is_sound: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+    """Return a function that returns a clause for a value that is not sound."""
+    return lambda value: None if is_sound(value) else wrong(value, expected)
 
 
-def _best_step_problem(value: Any) -> str | None:
-    return None if value is None or _is_whole(value) else wrong(value, "null or a step")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _room_problem(value: Any) -> str | None:
-    return (
-        None
-        if value is None or (_is_whole(value) and value)
-        else wrong(value, "null or a number above 0")
-    )
+def _is_room(value: Any) -> bool:
+    return value is None or (_is_whole(value) and value > 0)
 
 
-def _spike_window_problem(value: Any) -> str | None:
-    rows: list[Any] = (
-        list(value.values())
-        if isinstance(value, dict) and value.keys() == {"loss", "grad_norm"}
-        else [None]
-    )
-    if all(
+def _is_layout(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values())
+
+
+def _is_spike_window(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"loss", "grad_norm"}:
+        return False
+    rows = list(value.values())
+    return all(
         isinstance(row, list) and len(row) == len(rows[0]) and all(map(is_number, row))
         for row in rows
-    ):
-        return None
-    return wrong(value, "an object with as many losses as gradient norms")
+    )
 
 
-def _bounds_problem(value: Any) -> str | None:
+def _are_bounds(value: Any) -> bool:
     whole, factors = ("ep_size", "repeats"), ("rank", "peer")
-    sound = (
+    return (
         isinstance(value, dict)
         and value.keys() == {*whole, *factors}
         and all(_is_whole(value[name], INT32_MAX) for name in whole)
         and all(is_number(value[name]) and value[name] >= 0 for name in factors)
     )
-    return None if sound else wrong(value, "the bounds of expert buffers")
 
 
 def _phases_problem(value: Any) -> str | None:
@@ -326,12 +326,6 @@ def _has_object(values: Any, path: str) -> bool:
     for key in path.split("/")[:-1]:
         values = values.get(key) if isinstance(values, dict) else None
     return isinstance(values, dict)
-
-
-def _layout_problem(value: Any) -> str | None:
-    if isinstance(value, dict) and all(_is_whole(size, INT32_MAX) for size in value.values()):
-        return None
-    return wrong(value, "an object of whole numbers")
 
 
 def _progress_problem(value: Any) -> str | None:

@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,23 +130,20 @@ def header_length(first_bytes: bytes, file_size: int, path: Path) -> int:
     Raises:
         CheckpointError: the header would exceed the file or ``MAX_HEADER_BYTES``.
     """
+    fault = partial(CheckpointError, path=path, cure=_CURE)
     if len(first_bytes) < LENGTH_BYTES:
-        raise CheckpointError(
+        raise fault(
             "the file is too short for a safetensors header",
-            path=path,
             expected="at least 8 bytes",
             found=f"{len(first_bytes)} bytes",
-            cure=_CURE,
         )
     (length,) = struct.unpack("<Q", first_bytes[:LENGTH_BYTES])
     limit = min(MAX_HEADER_BYTES, file_size - LENGTH_BYTES)
     if length > limit:
-        raise CheckpointError(
+        raise fault(
             "the header length is out of range",
-            path=path,
             expected=f"at most {limit} bytes",
             found=f"{length} bytes",
-            cure=_CURE,
         )
     return LENGTH_BYTES + int(length)
 
@@ -162,21 +160,20 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
             a shape does not match the tensor's bytes. Offsets that overlap, leave a gap, exceed
             the file or are not aligned to the dtype are also errors.
     """
+    fault = partial(CheckpointError, path=path, cure=_CURE)
     count = data.count(b'"data_offsets"')
     if count > MAX_TENSORS:
-        raise CheckpointError(
+        raise fault(
             "the file has too many tensors",
-            path=path,
             expected=f"at most {MAX_TENSORS}",
             found=count,
-            cure=_CURE,
         )
     fields = parse_object(data[LENGTH_BYTES:], path)
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise CheckpointError(f"{_METADATA} is not an object of strings", path=path, cure=_CURE)
+        raise fault(f"{_METADATA} is not an object of strings")
     entries = sorted(
         (_entry(key, value, path) for key, value in fields.items()),
         key=lambda e: (e.begin, e.end, e.key),
@@ -189,33 +186,29 @@ def parse_header(data: bytes, file_size: int, path: Path) -> Header:
                 if entry.begin < offset
                 else "leaves a gap after the previous tensor"
             )
-            raise CheckpointError(
+            raise fault(
                 f"tensor {entry.key!r} {kind}",
-                path=path,
                 expected=f"data offset {offset}",
                 found=entry.begin,
-                cure=_CURE,
             )
         offset = entry.end
     if len(data) + offset != file_size:
-        raise CheckpointError(
+        raise fault(
             "the tensors do not fill the file",
-            path=path,
             expected=f"{len(data) + offset} bytes",
             found=f"{file_size} bytes",
-            cure=_CURE,
         )
     return Header(entries=tuple(entries), metadata=metadata, num_bytes=len(data))
 
 
 def _entry(key: str, value: object, path: Path) -> TensorEntry:
+    fault = partial(CheckpointError, path=path, cure=_CURE)
+
     def invalid(what: str, expected: object, actual: object) -> CheckpointError:
-        return CheckpointError(
+        return fault(
             f"{what} of tensor {key!r} is invalid",
-            path=path,
             expected=expected,
             found=actual,
-            cure=_CURE,
         )
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
@@ -224,10 +217,9 @@ def _entry(key: str, value: object, path: Path) -> TensorEntry:
         )
     dtype = NAMED_DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if value["dtype"] in _OTHER_DTYPES:
-        raise CheckpointError(
+        raise fault(
             f"the dtype {value['dtype']} of tensor {key!r} is not supported; "
             f"{', '.join(NAMED_DTYPES)} are",
-            path=path,
             cure=_OTHER_DTYPE_CURE,
         )
     if dtype is None:

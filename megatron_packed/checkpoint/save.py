@@ -33,9 +33,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_packed.checkpoint.attached_files import AttachedFile, attached_problem
 from megatron_packed.checkpoint.directory import (
     LATEST,
+    RootLock,
     check_sizes,
     remove_checkpoint,
     remove_leftovers,
@@ -44,11 +44,12 @@ from megatron_packed.checkpoint.directory import (
     temporary_name,
     write_durably,
 )
-from megatron_packed.checkpoint.directory_lock import RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.latest_hint import encode_hint, read_hint
 from megatron_packed.checkpoint.manifest import (
     MANIFEST,
+    MAX_ATTACHED_BYTES,
+    AttachedFile,
     FileRecord,
     Manifest,
     encode_extent,
@@ -379,9 +380,13 @@ class CheckpointSave:
             raise ValueError(
                 f"{twice} occurs twice in the shards of rank {self.ranks.rank}; pass each range once."
             )
-        problem = attached_problem(self.attached)
-        if problem is not None:
-            raise ValueError(f"{problem}.")
+        for name, attached in self.attached.items():
+            num_bytes = len(attached.encode())
+            if num_bytes > MAX_ATTACHED_BYTES:
+                raise ValueError(
+                    f"the file {name} has {num_bytes:,} bytes, and a checkpoint takes files of at most "
+                    f"{MAX_ATTACHED_BYTES:,}."
+                )
         try:
             text = json.dumps([self.metadata, self.run_id, self.config_hash], allow_nan=False)
             same = json.loads(text) == [self.metadata, self.run_id, self.config_hash]

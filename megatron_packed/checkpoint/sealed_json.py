@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +43,21 @@ def unseal(data: bytes, path: Path) -> JsonFields:
     Raises:
         CheckpointError: the content does not match the hash, or is not a JSON object.
     """
+    fault = partial(CheckpointError, path=path, cure=_CURE)
     body, closing = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     match = _SEAL.fullmatch(closing)
     if match is None:
-        raise CheckpointError(
+        raise fault(
             f"the last line of this {len(data)}-byte file is not its checksum",
-            path=path,
             expected='"sha256": "<64 hex digits>"',
             found=repr(closing[:120]),
-            cure=_CURE,
         )
     digest = hashlib.sha256(body).hexdigest().encode()
     if digest != match[1]:
-        raise CheckpointError(
+        raise fault(
             "the content does not match its checksum",
-            path=path,
             expected=f"sha256 {match[1].decode()}",
             found=digest.decode(),
-            cure=_CURE,
         )
     fields = parse_object(data, path)
     del fields["sha256"]
@@ -75,6 +73,8 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> JsonFields:
     Raises:
         CheckpointError: the data is not such an object.
     """
+
+    fault = partial(CheckpointError, path=path, cure=_CURE)
 
     def unique(pairs: list[tuple[str, Json]]) -> JsonFields:
         result = dict(pairs)
@@ -94,16 +94,12 @@ def parse_object(data: bytes, path: Path, *, finite: bool = True) -> JsonFields:
         )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(
-            f"the file is not strict JSON ({reason})", path=path, cure=_CURE
-        ) from None
+        raise fault(f"the file is not strict JSON ({reason})") from None
     if not isinstance(value, dict):
-        raise CheckpointError(
+        raise fault(
             "the file is not a JSON object",
-            path=path,
             expected="an object",
             found=type(value).__name__,
-            cure=_CURE,
         )
     return value
 
@@ -143,24 +139,21 @@ def read_small_file(path: Path, limit: int) -> bytes:
     Raises:
         CheckpointError: the file is missing, not a regular file, too large or unreadable.
     """
+    fault = partial(CheckpointError, path=path, cure=_CURE)
     descriptor = open_plain_file(path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         if size > limit:
-            raise CheckpointError(
+            raise fault(
                 "the file is too large for a manifest or the file ``latest``",
-                path=path,
                 expected=f"at most {limit} bytes",
                 found=f"{size} bytes",
-                cure=_CURE,
             )
         try:
             return file.read(limit)
         except OSError as error:
-            raise CheckpointError(
+            raise fault(
                 "the file cannot be read",
-                path=path,
                 expected=f"{size} bytes",
                 found=str(error),
-                cure=_CURE,
             ) from None

@@ -1,39 +1,30 @@
-"""Writing and reading of one file of a checkpoint, block by block and with checksums."""
+"""Writing of one file of a checkpoint, block by block and with checksums.
+
+CPU tensors are read in place, without a copy. CUDA tensors pass through two pinned buffers: while
+the caller checksums and writes one piece, the next piece is copied from the device.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import CRC32C, FileRecord
-from megatron_packed.checkpoint.pinned_buffers import ReadBuffers, host_pieces
 from megatron_packed.checkpoint.safetensors_header import (
-    LENGTH_BYTES,
-    Header,
     encode_header,
-    header_length,
     lay_out,
-    parse_header,
 )
-from megatron_packed.checkpoint.sealed_json import open_plain_file
-from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.checkpoint.tensor_shard import TensorShard, byte_view
 from megatron_packed.files.checksums import crc32c
 from megatron_packed.files.written_files import open_new, write_all
 from megatron_packed.packed.array_types import UInt8Array
 
 BLOCK_BYTES = 4 << 20
 """UInt8Array that one checksum covers; reads, checks and host buffers use blocks of this size."""
-
-_CURE = "the file is damaged; use another checkpoint"
 
 
 def write_shard_file(
@@ -131,218 +122,48 @@ class _RunningBlocks:
         self.value = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileSegment:
-    """UInt8Array ``[begin, end)`` of a file's data section, and the ``target`` to copy them to.
+def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[UInt8Array]:
+    """Yield the bytes of 1-D tensors, in order, in pieces of at most ``piece_bytes``.
 
-    ``target`` is a uint8 view, or None for bytes that are only checked. With several ``rows`` only runs of bytes are
-    copied, one per row. The runs begin ``pitch`` bytes apart in the file and ``target_pitch`` bytes
-    apart in the target. The last run ends at the end of the segment and of the target.
+    A piece is valid until the caller requests the next piece. CUDA copies run on the current
+    stream, after the work that is already queued on it.
     """
-
-    begin: int
-    end: int
-    key: str
-    dtype: torch.dtype
-    target: Tensor | None = None
-    rows: int = 1
-    pitch: int = 0
-    target_pitch: int = 0
-
-    @property
-    def length(self) -> int:
-        """Length of one run in bytes."""
-        return self.end - self.begin - (self.rows - 1) * self.pitch
-
-    def runs_in(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the runs within bytes ``[low, high)`` of the data section.
-
-        Each item is ``(offset in the data section, offset in the target, bytes of a run, rows)``.
-        Complete runs form one item, and a run that is cut at either end forms its own item. So
-        there are at most three items.
-        """
-        first, after, step = 0, 1, max(self.pitch, 1)
-        if self.rows > 1:
-            first = max(0, (low - self.begin - self.length) // step + 1)
-            after = min(self.rows, -(-(high - self.begin) // step))
-        while first < after:
-            at = self.begin + first * self.pitch
-            begin, end = max(at, low), min(at + self.length, high)
-            num_whole = (high - self.length - self.begin) // step + 1 if self.rows > 1 else 1
-            rows = max(min(num_whole, after) - first, 1) if begin == at else 1
-            if begin < end:
-                yield begin, first * self.target_pitch + begin - at, end - begin, rows
-            first += rows
+    waiting: UInt8Array | None = None
+    copied: torch.cuda.Event | None = None
+    buffers = _PinnedPair(piece_bytes)
+    for tensor in tensors:
+        data = byte_view(tensor)
+        for begin in range(0, data.numel(), piece_bytes):
+            piece = data[begin : begin + piece_bytes]
+            array, event = buffers.stage(piece) if piece.is_cuda else (piece.numpy(), None)
+            if waiting is not None:
+                if copied is not None:
+                    copied.synchronize()
+                yield waiting
+            waiting, copied = array, event
+    if waiting is not None:
+        if copied is not None:
+            copied.synchronize()
+        yield waiting
 
 
-class ShardReader:
-    """Reader of one file of a checkpoint, to be used as a context manager.
+class _PinnedPair:
+    """Pair of pinned buffers used in turn, allocated for the first CUDA tensor."""
 
-    The constructor compares the file's size and header with the manifest. Each block is checked
-    when it is read. The reader needs host memory for the header and two blocks.
-    """
+    def __init__(self, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
+        self.buffers: list[Tensor] = []
+        self.turn = 0
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
-        """Open the file and check its size and header.
-
-        Raises:
-            CheckpointError: the file is missing or not a regular file, or its size or header
-                differs from ``record``.
-        """
-        self.path = path
-        self.record = record
-        self._fault = partial(CheckpointError, path=path, cure=_CURE)
-        self.descriptor = open_plain_file(path)
-        try:
-            self.header = self._read_header()
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-
-    def scan(self, segments: Sequence[FileSegment]) -> Iterator[tuple[FileSegment, UInt8Array]]:
-        """Read and check each block that overlaps ``segments``, and fill the segments' targets.
-
-        For each block and segment, yield the segment and its bytes in the block. The target is
-        filled when the caller requests the next item. If the caller raises instead, the target does
-        not receive these bytes.
-
-        Raises:
-            CheckpointError: a block does not match its checksum.
-        """
-        block_bytes = self.record.block_bytes
-        touched: dict[int, list[FileSegment]] = {}
-        for segment in segments:
-            for index in range(segment.begin // block_bytes, -(-segment.end // block_bytes)):
-                touched.setdefault(index, []).append(segment)
-        pinned = any(segment.target is not None and segment.target.is_cuda for segment in segments)
-        buffers = ReadBuffers(min(block_bytes, max(self.record.data_bytes, 1)), pinned=pinned)
-        for index in sorted(touched):
-            start = index * block_bytes
-            block = self._read_block(index, buffers.next())
-            for segment in touched[index]:
-                low, high = max(segment.begin - start, 0), min(segment.end - start, len(block))
-                yield segment, block[low:high]
-                if segment.target is not None:
-                    for at, to, length, rows in segment.runs_in(start + low, start + high):
-                        target = segment.target[
-                            to : to + (rows - 1) * segment.target_pitch + length
-                        ]
-                        buffers.copy_out(
-                            at - start, segment.pitch, target, segment.target_pitch, length, rows
-                        )
-        buffers.finish()
-
-    def _read_block(self, index: int, buffer: UInt8Array) -> UInt8Array:
-        start = index * self.record.block_bytes
-        block = buffer[: min(self.record.block_bytes, self.record.data_bytes - start)]
-        position = self.record.header_bytes + start
-        self._read_into(block, position)
-        checksum = to_hex(crc32c(block))
-        if checksum != self.record.block_checksums[index]:
-            raise self._fault(
-                f"bytes {position} to {position + len(block)} do not match their checksum",
-                expected=f"{self.record.algorithm} {self.record.block_checksums[index]}",
-                found=checksum,
-            )
-        return block
-
-    def _read_header(self) -> Header:
-        size = os.fstat(self.descriptor).st_size
-        if size != self.record.size:
-            raise self._fault(
-                "the file has the wrong size",
-                expected=f"{self.record.size} bytes",
-                found=f"{size} bytes",
-            )
-        first = np.empty(min(LENGTH_BYTES, size), dtype=np.uint8)
-        self._read_into(first, 0)
-        length = header_length(first.tobytes(), size, self.path)
-        if length != self.record.header_bytes:
-            raise self._fault(
-                "the header has the wrong length",
-                expected=f"{self.record.header_bytes} bytes",
-                found=f"{length} bytes",
-            )
-        data = np.empty(length, dtype=np.uint8)
-        self._read_into(data, 0)
-        checksum = to_hex(crc32c(data))
-        if checksum != self.record.header_checksum:
-            raise self._fault(
-                "the header does not match its checksum",
-                expected=f"{self.record.algorithm} {self.record.header_checksum}",
-                found=checksum + _origin(data.tobytes(), size, self.path),
-            )
-        return parse_header(data.tobytes(), size, self.path)
-
-    def _read_into(self, target: UInt8Array, position: int) -> None:
-        view = target.data
-        while view:
-            try:
-                count = os.preadv(self.descriptor, [view], position)
-            except OSError as error:
-                raise self._fault(
-                    f"byte {position} cannot be read",
-                    expected=f"{len(view)} bytes",
-                    found=str(error),
-                ) from None
-            if count == 0:
-                raise self._fault(
-                    "the file ends too early",
-                    expected=f"{position + len(view)} bytes",
-                    found=f"{position} bytes",
-                )
-            view, position = view[count:], position + count
-
-
-def _origin(data: bytes, size: int, path: Path) -> str:
-    """Describe the run, step and rank in the header of a file, for a message.
-
-    Return an empty string if the header cannot be read or names none of them.
-    """
-    try:
-        strings = parse_header(data, size, path).metadata
-    except CheckpointError:
-        return ""
-    names = ", ".join(
-        f"{key} {strings[key]!r}" for key in ("run_id", "step", "rank") if key in strings
-    )
-    return f" (the header of a file of {names})" if names else ""
-
-
-def check_tensor_bytes(segment: FileSegment, data: UInt8Array, path: Path, *, finite: bool) -> None:
-    """Check that booleans in ``data`` are 0 or 1 and, with ``finite``, that floats are finite.
-
-    ``data`` must consist of complete elements.
-
-    Raises:
-        CheckpointError: a boolean is neither 0 nor 1, so the recorded dtype is wrong.
-        CheckpointMismatchError: a value is NaN or infinite. The file is intact.
-    """
-    if segment.dtype is torch.bool:
-        highest = int(data.max(initial=0))
-        if highest > 1:
-            raise CheckpointError(
-                f"{segment.key} has values that are not booleans",
-                path=path,
-                expected="booleans 0 and 1",
-                found=highest,
-                cure=_CURE,
-            )
-    elif finite and segment.dtype.is_floating_point and len(data):
-        # aminmax propagates NaN, so one pass without a copy finds NaN and infinities.
-        extremes = torch.aminmax(torch.from_numpy(data).view(segment.dtype))
-        low, high = float(extremes.min), float(extremes.max)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise CheckpointMismatchError(
-                f"{segment.key} has values that are not finite",
-                path=path,
-                expected="finite",
-                found=f"values from {low} to {high}",
-                cure="load an earlier step, or pass check_finite=False to inspect these values",
-            )
+    def stage(self, piece: Tensor) -> tuple[UInt8Array, torch.cuda.Event]:
+        """Start the copy of ``piece`` to a buffer; return its array and the event after the copy."""
+        if not self.buffers:
+            self.buffers = [
+                torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
+        self.turn ^= 1
+        target = self.buffers[self.turn][: piece.numel()]
+        with torch.cuda.device(piece.device):
+            target.copy_(piece, non_blocking=True)
+            event = torch.cuda.current_stream().record_event()
+        return target.numpy(), event

@@ -32,9 +32,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, EXIT_DATA, UsageError
-from megatron_packed.cli.output import show, show_aside
+from megatron_packed.cli.command import (
+    EXIT_CHECKPOINT,
+    EXIT_DATA,
+    UsageError,
+    command,
+    show,
+    show_aside,
+)
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
     from megatron_packed.models.convert.import_huggingface import Imported, OnProgress
 
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
-FAMILIES = (
+FAMILY_NAMES = (
     "nemotron_h",
     "llama",
     "mixtral",
@@ -142,7 +147,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-family",
         metavar="NAME",
-        help=f"with --to-hf: family of a new config.json ({', '.join(FAMILIES)}); the first family "
+        help=f"with --to-hf: family of a new config.json ({', '.join(FAMILY_NAMES)}); the first family "
         "that can hold the model when not given",
     )
     parser.add_argument(
@@ -223,9 +228,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError("--ckpt-step best: is not known to Megatron; give the number of a folder.")
     if step not in (None, "best") and not step.isdecimal():
         raise UsageError(f"--ckpt-step {step}: is neither a number nor best; give one of the two.")
-    if arguments.hf_family not in (None, *FAMILIES):
-        cure = f"give {' or '.join(FAMILIES)}."
-        cure = did_you_mean(nearest(arguments.hf_family, FAMILIES), cure)
+    if arguments.hf_family not in (None, *FAMILY_NAMES):
+        cure = f"give {' or '.join(FAMILY_NAMES)}."
+        cure = did_you_mean(nearest(arguments.hf_family, FAMILY_NAMES), cure)
         raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}")
 
 

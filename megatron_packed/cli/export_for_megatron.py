@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step, newest_checkpoint
-from megatron_packed.checkpoint.manifest import read_manifest
-from megatron_packed.checkpoint.run_metadata import metadata_problem
-from megatron_packed.cli.export_trained import tokenizer_files
+from megatron_packed.checkpoint.load import Step
+from megatron_packed.cli.export_trained import checkpoint_to_export, tokenizer_files
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import is_hub_path, parse_hub_path
 from megatron_packed.config.sections.data import DataConfig
@@ -71,11 +68,7 @@ def export_for_megatron(
     Raises:
         CheckpointError: as `to_megatron`, or the metadata of the checkpoint is damaged.
     """
-    found = newest_checkpoint(checkpoint, step)
-    metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
-    if problem is not None:
-        raise CheckpointError(problem, path=found)
+    found, metadata = checkpoint_to_export(checkpoint, step)
     tokenizer, sentence = _tokenizer(metadata["config"], found, directory)
     folder = to_megatron(found, directory, tokenizer=tokenizer, on_progress=on_progress)
     return MegatronExport(folder, sentence)

@@ -20,10 +20,13 @@ from megatron_packed.checkpoint.original_facts import (
     CONFIG,
     IDS,
     MAX_POSITIONS,
-    ORIGINAL,
     TOKENIZER_HASH,
 )
-from megatron_packed.checkpoint.run_metadata import metadata_problem, tokenizer_warning
+from megatron_packed.checkpoint.run_metadata import (
+    ORIGINAL,
+    metadata_problem,
+    tokenizer_warning,
+)
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import MODEL
 from megatron_packed.config.run import RunConfig
@@ -43,7 +46,6 @@ from megatron_packed.data.tokenizers.chat_format import (
     lacks_chatml,
     template_source,
 )
-from megatron_packed.data.tokenizers.chat_template import DEFAULT_TEMPLATE
 from megatron_packed.data.tokenizers.exported_files import (
     Files,
     files_of_bytes,
@@ -52,7 +54,7 @@ from megatron_packed.data.tokenizers.exported_files import (
     files_of_sentencepiece,
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.inputs.prompts import encode_prompts, texts
@@ -103,11 +105,7 @@ def export_trained(
         CheckpointError: no family can hold the model, or the checkpoint cannot be read.
         DataError: the tokenizer cannot be read.
     """
-    found = newest_checkpoint(Path(checkpoint), step)
-    metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
-    if problem is not None:
-        raise CheckpointError(problem, path=found)
+    found, metadata = checkpoint_to_export(Path(checkpoint), step)
     stored = metadata["config"]
     config = stored_run(stored, found, None, "cpu")
     family_for(config.model, family)  # refuse the model before any file is read
@@ -140,6 +138,20 @@ def export_trained(
     if used is not None:
         used.close()
     return Exported(made, ends, missing, warning, _longer(config, options, stored))
+
+
+def checkpoint_to_export(checkpoint: Path, step: Step) -> tuple[Path, Mapping[str, Any]]:
+    """Return the checkpoint that an export of ``checkpoint`` takes, and its metadata.
+
+    Raises:
+        CheckpointError: there is none, or its metadata is damaged.
+    """
+    found = newest_checkpoint(checkpoint, step)
+    metadata = read_manifest(found).metadata
+    problem = metadata_problem(metadata)
+    if problem is not None:
+        raise CheckpointError(problem, path=found)
+    return found, metadata
 
 
 _NO_TOKENIZER = (

@@ -12,14 +12,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step, newest_checkpoint
-from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.load import Step
 from megatron_packed.checkpoint.original_facts import GENERATION_CONFIG
-from megatron_packed.checkpoint.run_metadata import metadata_problem, tokenizer_warning
+from megatron_packed.checkpoint.run_metadata import tokenizer_warning
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.cli.export_trained import (
     ServedTemplates,
+    checkpoint_to_export,
     moved_tokenizer,
     special_ids,
     tokenizer_files,
@@ -105,11 +104,7 @@ def export_tuned(
     # Wrong paths are refused before a tokenizer is read.
     check_new(directory)
     read_config(config)
-    found = newest_checkpoint(checkpoint, step)
-    metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
-    if problem is not None:
-        raise CheckpointError(problem, path=found)
+    found, metadata = checkpoint_to_export(checkpoint, step)
     replaced: Files = {}
     left_out: dict[str, None] = {}
     sentences: tuple[str, ...] = ()

@@ -22,12 +22,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_USAGE, UsageError
-from megatron_packed.cli.output import show
-from megatron_packed.config.errors import printable
-from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
-from megatron_packed.config.megatron.line_outcomes import (
+from megatron_packed.cli.command import EXIT_USAGE, UsageError, command, show
+from megatron_packed.cli.megatron_outcomes import (
     FlagOutcome,
     LineOutcome,
     Use,
@@ -35,13 +31,15 @@ from megatron_packed.config.megatron.line_outcomes import (
     other_defaults,
     split_of,
 )
+from megatron_packed.cli.megatron_script import read_script
+from megatron_packed.config.errors import printable
+from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
 from megatron_packed.config.megatron.model_config_file import (
     VARIABLE,
     MegatronLine,
     read_model_config,
 )
-from megatron_packed.config.megatron.script_file import read_script
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 
 TAKEN_OVER = re.compile(
     r"NCCL_(?!.*(PLUGIN|FILE|HOME))\w+|TORCH_NCCL_\w+|PYTORCH_CUDA_ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS"

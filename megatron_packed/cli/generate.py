@@ -23,15 +23,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_CHECKPOINT, UsageError, input_failures
-from megatron_packed.cli.output import show_aside
+from megatron_packed.cli.command import (
+    EXIT_CHECKPOINT,
+    UsageError,
+    command,
+    input_failures,
+    show_aside,
+)
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import NO_DATA, STORED, TOKENIZER_CHOICE
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.parser.stored_options import NO_DATA, TOKENIZER_CHOICE
+from megatron_packed.config.run import STORED, RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     HUGGING_FACE,
     TRAINED_BPE,

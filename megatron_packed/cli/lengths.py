@@ -7,7 +7,7 @@ import re
 from array import array
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import EXIT_DATA, UsageError
 from megatron_packed.files.regular_files import limited_lines, open_regular
 
 if TYPE_CHECKING:

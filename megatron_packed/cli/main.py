@@ -15,9 +15,9 @@ from contextlib import redirect_stdout
 
 from megatron_packed import __version__
 from megatron_packed.checkpoint.errors import printable_message
+from megatron_packed.cli.command import EXIT_USAGE, UsageError
 from megatron_packed.cli.convert import convert_command
 from megatron_packed.cli.doctor.command import doctor_command
-from megatron_packed.cli.errors import EXIT_USAGE, UsageError
 from megatron_packed.cli.from_megatron import from_megatron_command
 from megatron_packed.cli.generate import generate_command
 from megatron_packed.cli.packing import packing_command

@@ -76,7 +76,9 @@ def measure(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     groups = ParallelGroups.single(device)
-    capture_sizes = CaptureSizes.of(sorted(set(capacities)), config.packing.tokens_per_pack)
+    capture_sizes = CaptureSizes.from_capacities(
+        sorted(set(capacities)), config.packing.tokens_per_pack
+    )
     config = _with_graphs(config, capture_sizes)
     if backend is None:
         refuse_eager(config.cuda_graph, device)

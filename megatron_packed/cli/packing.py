@@ -11,20 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import input_failures
-from megatron_packed.cli.output import show
+from megatron_packed.cli.command import command, input_failures, show
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
-from megatron_packed.config.parser.stored_options import uses_checkpoint
-from megatron_packed.config.run import RunConfig
 from megatron_packed.resume.stored_options import stored_options
-
-if TYPE_CHECKING:
-    from megatron_packed.data.tokenizers.base import Tokenizer
-    from megatron_packed.inputs.run_documents import RunDocuments
 
 _UNUSED = {
     "model": ("--hybrid-layer-pattern", "-", "--hidden-size", "1", "--num-attention-heads", "1"),
@@ -46,6 +37,7 @@ def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     config = parse_or_exit(with_unused_flags(run_flags), launched=False, read_stored=stored_options)
     from megatron_packed.data.tokenizers.base import vocabulary
     from megatron_packed.inputs.data_messages import packing_sentences
+    from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
@@ -62,24 +54,6 @@ def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     return 0
 
 
-def open_run_documents(
-    config: RunConfig, tokenizer: Tokenizer, *, show_progress: bool = True
-) -> RunDocuments:
-    """Open the documents of a run; see `open_documents`."""
-    from megatron_packed.inputs.open_documents import open_documents
-
-    return open_documents(
-        config.data,
-        tokenizer,
-        validates=config.validates,
-        tests=config.tests,
-        sets=config.validation_sets,
-        shorten_to=config.shorten_to,
-        made_from=config.made_from,
-        show=show_progress,
-    )
-
-
 def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> list[str]:
     """Return the flags of a run, with missing required flags added in front.
 
@@ -92,7 +66,7 @@ def with_unused_flags(run_flags: Sequence[str], uses: Collection[str] = ()) -> l
         key.partition(".")[0] for key in values if key != "model.vocab_size"
     }  # --vocab-size may also be given for the tokenizer, without a model
     present = {*uses, *values, *sections}
-    if uses_checkpoint(gathered):
+    if gathered.uses_checkpoint:
         present.add("model")
     # These options set the number of iterations.
     if {"training.train_samples", "training.train_epochs"} & values.keys():

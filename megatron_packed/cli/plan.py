@@ -16,18 +16,15 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import EXIT_DATA, UsageError, command, show
 from megatron_packed.cli.lengths import read_numbers
-from megatron_packed.cli.output import show
 from megatron_packed.cli.packing import with_unused_flags
-from megatron_packed.config.batch_ramp import BatchStage
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
-from megatron_packed.config.sections.packing import PackingConfig
+from megatron_packed.config.sections.data import TRAINING_DATA
+from megatron_packed.config.sections.packing import BatchStage, PackingConfig
 from megatron_packed.config.sections.parallel import fewest_processes
 from megatron_packed.resume.stored_options import stored_options
 
@@ -179,7 +176,7 @@ def _time(
     Raises:
         UsageError: the peak of ``--gpu`` is not known.
     """
-    from megatron_packed.models.peak_flops import PEAK_BF16_FLOPS
+    from megatron_packed.models.flops import PEAK_BF16_FLOPS
 
     peaks = {name.lower(): (name, peak) for name, peak in PEAK_BF16_FLOPS.items()}
     gpu, peak = peaks.get(arguments.gpu.lower(), (None, 0.0))

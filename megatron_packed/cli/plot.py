@@ -9,9 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import check_ending, file_failures
-from megatron_packed.cli.output import show
+from megatron_packed.cli.command import check_ending, command, file_failures, show
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

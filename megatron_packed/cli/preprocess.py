@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import UsageError, input_failures
-from megatron_packed.cli.output import show, show_aside
+from megatron_packed.cli.command import UsageError, command, input_failures, show, show_aside
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.data_fields import DataFields, pairs_fault, pairs_of
 from megatron_packed.config.parser.parse import parse_or_exit

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.command import UsageError
 
 _HOST_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 """Variables with a list of hosts. A step may use some hosts of its job only, and SLURM_NODEID

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.command import UsageError, command
 from megatron_packed.cli.slurm_first_host import SlurmStep
 from megatron_packed.config.kernel_options import count_gpus
-from megatron_packed.launch.launcher import SHUTDOWN_SECONDS, LaunchOptions, launch
+from megatron_packed.launch.launcher import launch
+from megatron_packed.launch.local_ranks import SHUTDOWN_SECONDS, LaunchOptions
 from megatron_packed.launch.refused_nodes import C10D, STATIC, UNKNOWN_NODES
 
 MASTER_PORT = 29500

@@ -19,26 +19,25 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import (
+from megatron_packed.cli.command import (
     EXIT_DATA,
     UsageError,
     check_ending,
+    command,
     input_failures,
+    show,
 )
 from megatron_packed.cli.lengths import read_numbers
-from megatron_packed.cli.output import show
-from megatron_packed.cli.packing import open_run_documents, with_unused_flags
+from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan import DATA_PLACEHOLDER, add_world_size, check_world_size
 from megatron_packed.cli.tune_costs import costs_of
 from megatron_packed.cli.tune_report import TuneReport
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import GivenOptions, gather
-from megatron_packed.config.parser.stored_options import uses_checkpoint
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.parallel import fewest_processes
 from megatron_packed.resume.stored_options import stored_options
 
@@ -154,7 +153,7 @@ def tune_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
 
 def _has_model(options: GivenOptions) -> bool:
     """Return whether flags of the run, or a checkpoint that they name, describe the model."""
-    return "model.hybrid_layer_pattern" in options.values or uses_checkpoint(options)
+    return "model.hybrid_layer_pattern" in options.values or options.uses_checkpoint
 
 
 def _of_one_replica(config: RunConfig, micro_batches: int) -> RunConfig:
@@ -294,12 +293,13 @@ def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64],
     """Return the lengths of documents, the lengths of the pieces of the first epoch, and all
     pieces. With a blend, the first epoch has only the pieces that the blend draws.
     """
+    from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)
-        documents = open_run_documents(config, tokenizer, show_progress=sys.stderr.isatty())
+        documents = open_run_documents(config, tokenizer, show=sys.stderr.isatty())
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     lengths = plan.pieces.length
     return (

@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
-from megatron_packed.cli.output import show_aside
+from megatron_packed.cli.command import EXIT_DATA, UsageError, show_aside
 from megatron_packed.config.run import RunConfig
 
 if TYPE_CHECKING:

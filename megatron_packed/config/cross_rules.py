@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kernel_options import kernel_rules
 from megatron_packed.config.section import Sound
 from megatron_packed.config.sections.cuda_graph import graph_rules
-from megatron_packed.config.sections.data_parts.files import TRAINING_DATA
+from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
 from megatron_packed.config.sections.memory import offload_rules, recompute_rules
 from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
@@ -22,32 +22,17 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 
-def cross_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def cross_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems between sections.
 
     Args:
         sound: ``sound("model.hidden_size", ...)`` is True if no problem was found with those fields.
     """
-    model, packing, graphs = run.model, run.packing, run.cuda_graph
-    yield from _document_rules(run, sound)
-    yield from _expert_rules(run, sound)
-    yield from _evaluation_rules(run, sound)
-    yield from _best_validation_rules(run, sound)
-    yield from _device_rules(run, sound)
-    yield from _kind_rules(run, sound)
-    yield from _capture_rules(run, sound)
-    yield from kernel_rules(run, sound)
-    yield from vocabulary_rules(run.data, model.vocab_size, sound)
-    yield from _padding_rules(run, sound)
-    yield from _schedule_rules(run, run.optim, sound)
-    yield from graph_rules(graphs, model, packing, sound)
-    yield from parallel_rules(run.parallel, model, packing, sound)
-    yield from profiling_rules(run.profiling, run.training, sound)
-    yield from recompute_rules(run.memory, model, graphs, sound)
-    yield from offload_rules(run.memory, model, graphs, sound)
+    for rule in _RULES:
+        yield from rule(run, sound)
 
 
-def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _padding_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield a problem if --padded-vocab-size contradicts --vocab-size. Without --vocab-size the
     vocabulary is known after the tokenizer is read.
     """
@@ -62,7 +47,7 @@ def _padding_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield run.data.problem("padded_vocab_size", *problem)
 
 
-def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _document_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of the longest document with the model's positions or the kind of data."""
     model, packing, data = run.model, run.packing, run.data
     if sound("model.max_position_embeddings", "packing.seq_length", "packing.max_document_length"):
@@ -86,7 +71,7 @@ def _document_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _expert_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of packs with the number of rows for experts."""
     model, packing = run.model, run.packing
     if sound(
@@ -109,7 +94,7 @@ def _expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _evaluation_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of evaluations without data, of unused evaluation data, and of evaluation data
     that is also trained on.
     """
@@ -155,7 +140,7 @@ def _evaluation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
+def _set_name_rules(run: RunConfig) -> Problems:
     """Yield a problem unless the names of validation sets are distinct, one for each path."""
     names, sets = run.training.validation_set_names, len(run.data.validation_paths)
     shown_names, flag = " ".join(names), "--validation-set-names"
@@ -169,7 +154,7 @@ def _set_name_rules(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _best_validation_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of options that use validations, in a run without them, and of the task metric
     without conversations.
     """
@@ -195,7 +180,7 @@ def _best_validation_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
             )
 
 
-def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _device_rules(run: RunConfig, sound: Sound) -> Problems:
     on_gpus = sound("parallel.distributed_backend") and run.parallel.distributed_backend == "nccl"
     if on_gpus and sound("training.device") and run.training.device == "cpu":
         yield run.parallel.problem(
@@ -205,7 +190,7 @@ def _device_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _capture_rules(run: RunConfig, sound: Sound) -> Problems:
     if (
         sound("cuda_graph.cuda_graph_impl", "training.device")
         and run.cuda_graph.uses_transformer_engine
@@ -218,13 +203,14 @@ def _capture_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         )
 
 
-def _kind_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _kind_rules(run: RunConfig, sound: Sound) -> Problems:
     for kind in run.model.kinds if sound("model.hybrid_layer_pattern") else ():
         if kind.cross_rules is not None:
             yield from kind.cross_rules(run, sound)
 
 
-def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Iterator[Problem]:
+def _schedule_rules(run: RunConfig, sound: Sound) -> Problems:
+    optim = run.optim
     keys = (f"optim.{name}" for names in SAMPLE_UNITS.items() for name in names)
     if not sound(
         *keys,
@@ -266,7 +252,7 @@ def _schedule_rules(run: RunConfig, optim: OptimizerConfig, sound: Sound) -> Ite
         )
 
 
-def _ramp_rules(run: RunConfig) -> Iterator[Problem]:
+def _ramp_rules(run: RunConfig) -> Problems:
     """Yield a problem of ``--rampup-batch-size`` in a run whose lengths are not all in samples, or
     which ends before the batch has grown.
     """
@@ -303,7 +289,7 @@ def _given_length(optim: OptimizerConfig, name: str) -> tuple[str, str]:
     return optim.flag(name), ""
 
 
-def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Problems:
     """Yield a problem if the global batch does not divide into micro-batches for every
     data-parallel rank.
     """
@@ -323,3 +309,24 @@ def batch_rule(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Proble
         )
     elif packing.rampup_batch_size and sound("packing.rampup_batch_size"):
         yield from packing.ramp_rules(unit)
+
+
+_RULES: Sequence[Callable[[RunConfig, Sound], Problems]] = (
+    _document_rules,
+    _expert_rules,
+    _evaluation_rules,
+    _best_validation_rules,
+    _device_rules,
+    _kind_rules,
+    _capture_rules,
+    kernel_rules,
+    vocabulary_rules,
+    _padding_rules,
+    _schedule_rules,
+    graph_rules,
+    parallel_rules,
+    profiling_rules,
+    recompute_rules,
+    offload_rules,
+)
+"""Rules in the order in which their problems are listed."""

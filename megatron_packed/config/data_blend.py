@@ -6,11 +6,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 _LARGEST = 1e18
 """Bound of a weight or proportion; larger ones are slips."""
 _MOST_CHARACTERS = 64
 """Limit of the characters of a weight, which is computed exactly."""
+
+
+class NamedData(NamedTuple):
+    """Words of the data paths of each split."""
+
+    train: tuple[str, ...] = ()
+    valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    fault: str = ""
+    """Problem of the file that names them; if it is not empty, no data is named."""
 
 
 @dataclass(frozen=True)

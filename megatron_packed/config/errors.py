@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.option} {self.value}".rstrip() + f": {self.rule}; {self.cure}."
+
+
+Problems = Iterator[Problem]
+"""Problems that a rule finds, one after the other."""
 
 
 class ConfigError(ValueError):

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.section import Sound
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
 
 
-_OF_LAYERS = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
 OPTION_OF = {
-    **{op: f"--{name.replace('_', '-')}" for op, name in _OF_LAYERS.items()},
+    **{op: f"--{name.replace('_', '-')}" for op, name in KINDS.backends.items()},
     "adamw": "--optimizer-backend",
     "layers": "--transformer-impl",
 }
@@ -32,7 +31,7 @@ PLAIN = ("reference", "sdpa")
 """Backends that an option can request and that have no fast kernel."""
 
 _KEYS = (
-    *(f"training.{name}" for name in _OF_LAYERS.values()),
+    *(f"training.{name}" for name in KINDS.backends.values()),
     "training.transformer_impl",
     "optim.optimizer_backend",
     "model.hybrid_layer_pattern",
@@ -80,7 +79,7 @@ def named_kernels(run: RunConfig) -> Iterator[NamedKernel]:
             yield NamedKernel(op, value)
 
 
-def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of kernels that other options exclude; `kernels_missing_here` checks this
     machine.
     """
@@ -97,9 +96,7 @@ def kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
         yield fast_kernels_missing("--device is cpu")
 
 
-def kernels_missing_here(
-    run: RunConfig, environ: Mapping[str, str], sound: Sound
-) -> Iterator[Problem]:
+def kernels_missing_here(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Problems:
     """Yield problems of requested kernels whose GPU or package is missing on this machine."""
     training = run.training
     if not sound(*_KEYS) or training.device == "cpu":

@@ -4,10 +4,10 @@ processes. Checks of paths are in ``path_checks.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from megatron_packed.config.cross_rules import batch_rule
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kernel_options import may_have_gpu
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.config.run import RunConfig
@@ -43,7 +43,7 @@ def environment_number(
     return default
 
 
-def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Problems:
     """Yield problems that depend on the number of processes."""
     if world_size < 1:
         yield Problem(
@@ -67,7 +67,7 @@ def launch_problems(run: RunConfig, world_size: int, sound: Sound) -> Iterator[P
         yield from batch_rule(run, world_size, sound)
 
 
-def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Iterator[Problem]:
+def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) -> Problems:
     """Yield a problem if nccl is requested and no GPU is visible."""
     detects_device = (
         sound("parallel.distributed_backend", "training.device") and run.training.device == "auto"
@@ -82,7 +82,7 @@ def device_problems(run: RunConfig, environ: Mapping[str, str], sound: Sound) ->
         )
 
 
-def package_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def package_problems(run: RunConfig, sound: Sound) -> Problems:
     """Yield missing optional packages that an option needs, so that a run does not fail later."""
     requested = {
         "--transformer-impl": sound("training.transformer_impl")

@@ -14,6 +14,8 @@ STAGE = "|"
 """Mark of pipeline stages between layers; command lines may have it with one stage."""
 DEPTH = "/"
 """Mark before the layers of each depth of multi-token prediction."""
+MOST_LAYERS = 10_000
+"""Most layers of a model. A pattern of millions, from a damaged file, would take hours to build."""
 REFUSED_SYMBOLS = {
     "D": ("sparse (DS) attention layers are not supported", "use * (full causal attention)"),
     "+": (
@@ -29,8 +31,12 @@ REFUSED_SYMBOLS = {
 
 def pattern_problems(pattern: str, flag: str = "--hybrid-layer-pattern") -> list[Problem]:
     """Return a problem for each character that is not a layer, once, with its first position
-    (counted from 1).
+    (counted from 1), or only that the pattern is too long.
     """
+    if len(pattern) > MOST_LAYERS:
+        value = f"{pattern[:20]!r} ..."
+        rule = f"has {len(pattern):,} characters; a model has at most {MOST_LAYERS:,} layers"
+        return [Problem(flag, value, rule, "check where the pattern comes from")]
     problems = _depth_problems(pattern, flag)
     for symbol in dict.fromkeys(pattern):
         if symbol in KINDS or symbol == DEPTH:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
+from pathlib import Path
 
-from megatron_packed.config.table_rows import table_rows
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Package:
         return f"{self.name} {version}, which is older than {self.floor}"
 
 
-PACKAGES = tuple(Package(**row) for row in table_rows("optional_packages.json")["packages"])
+PACKAGES = tuple(Package(**row) for row in _TABLES["packages"])
 """Packages; ``why_this_floor`` has the reason of a floor."""
 
 
@@ -164,7 +166,7 @@ class Stranger:
         return away if package is None else f"{away} && {package.command}"
 
 
-STRANGERS = tuple(Stranger(**row) for row in table_rows("optional_packages.json")["strangers"])
+STRANGERS = tuple(Stranger(**row) for row in _TABLES["strangers"])
 
 
 def version_of(name: str) -> str | None:

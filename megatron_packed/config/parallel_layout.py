@@ -9,12 +9,12 @@ folding: ``TP x CP x DP = expert TP x EP x expert DP = world size``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.errors import ConfigError, Problem, Problems
 
 AxisName = Literal[
     "tp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep", "expert_dp"
@@ -132,7 +132,7 @@ def layout_problems(
     cp_size: int = 1,
     ep_size: int = 1,
     expert_tp_size: int | None = None,
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield the problems that prevent these sizes from forming a layout of ``world_size``
     processes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_packed.config.data_files import (
     is_data_name,
     reads_zstd,
 )
-from megatron_packed.config.errors import Fault, Problem
+from megatron_packed.config.errors import Fault, Problem, Problems
 from megatron_packed.config.hub_paths import (
     DATASET,
     MODEL,
@@ -33,7 +33,7 @@ from megatron_packed.config.optional_packages import is_installed, old_package
 from megatron_packed.config.options import Field
 from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import Sound
-from megatron_packed.config.sections.data_parts.files import CACHE_NAME, TRAINING_DATA
+from megatron_packed.config.sections.data import CACHE_NAME, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, HUGGING_FACE
 from megatron_packed.files.written_files import resolve_output
 
@@ -41,7 +41,7 @@ _LONGEST_PATH = 4096
 _LOG_BEGINS = b'{"iteration"'
 
 
-def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def path_problems(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of paths: input must be readable, and output must have a writable directory."""
     for field in every_field():
         use = field.option.path
@@ -68,7 +68,7 @@ def path_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _cache_problems(run, sound)
 
 
-def _problem(check: Callable[[str], Fault | None], flag: str, path: str) -> Iterator[Problem]:
+def _problem(check: Callable[[str], Fault | None], flag: str, path: str) -> Problems:
     """Yield the problem of a path, if its check finds one.
 
     Errors of the file system itself, for example for a name that is too long, are problems as well.
@@ -100,7 +100,7 @@ def _has_checkpoint(path: str) -> bool:
         return False
 
 
-def _cache_problems(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _cache_problems(run: RunConfig, sound: Sound) -> Problems:
     """Yield a problem if tokenised data cannot be written next to the first training file, where it
     is stored without --data-cache-path.
     """

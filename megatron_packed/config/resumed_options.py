@@ -1,5 +1,5 @@
-"""Options that affect packs, for a resumed run: they come from its checkpoint unless the user gives
-them.
+"""Options that a resumed run takes from its checkpoint: of its packs, unless the user gives them, and
+of its schedule with ``--use-checkpoint-opt_param-scheduler``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from typing import Any
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.options import Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
+from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.cuda_graph import AUTO
-from megatron_packed.config.serialise import as_flag
+from megatron_packed.config.sections.optim import (
+    DECAY,
+    ENDS_WITH_RUN,
+    RATE,
+    SAMPLE_UNITS,
+    OptimizerConfig,
+)
+from megatron_packed.config.serialise import as_flag, as_given
 
 
 def with_implied(stored: Stored) -> dict[str, dict[str, Any]]:
@@ -76,3 +84,59 @@ def room_of(options: Mapping[str, Any]) -> int | str | None:
     ):
         return None
     return max(graphs.get("cuda_graph_max_packed_seqs") or (), default=AUTO)
+
+
+_SCHEDULE = tuple(
+    field for field in section_fields(OptimizerConfig) if field.option.group in (RATE, DECAY)
+)
+
+
+def takes_schedule(config: RunConfig) -> bool:
+    """Return whether the run continues the schedule of the checkpoint that it resumes."""
+    options = config.checkpoint
+    return (
+        options.use_checkpoint_opt_param_scheduler
+        and options.load is not None
+        and options.load_optim
+        and not options.finetune
+    )
+
+
+def stored_schedule(stored: Stored) -> dict[str, Any]:
+    """Return the schedule options in the configuration of a checkpoint.
+
+    A change that ended with the checkpoint's run gets that run's length. In a checkpoint from before
+    there was a rise of the weight decay, the weight decay is constant.
+    """
+    optim, training = stored["optim"], stored["training"]
+    schedule = {
+        field.name: optim.get(field.name, field.default)
+        for field in _SCHEDULE
+        if field.name in optim or field.option.group == DECAY
+    }
+    samples = training.get("train_samples")
+    for iters in ENDS_WITH_RUN:
+        constant = iters == "weight_decay_incr_iters" and (
+            schedule["weight_decay_incr_style"] == "constant"
+        )
+        if not constant and not schedule.get(iters) and not schedule.get(SAMPLE_UNITS[iters]):
+            schedule[SAMPLE_UNITS[iters]] = samples
+            schedule[iters] = training["train_iters"] if samples is None else None
+    return schedule
+
+
+def schedule_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with the schedule of a checkpoint, and texts of the overridden
+    options such as ``--lr 0.1 instead of 0.2``.
+
+    Raises:
+        ConfigError: the schedule does not fit the other options.
+    """
+    schedule, changed = stored_schedule(stored), []
+    for field in _SCHEDULE:
+        run_value = getattr(config.optim, field.name)
+        stored_value = schedule.get(field.name, run_value)
+        if stored_value != run_value:
+            replaced = f" instead of {as_given(field, run_value)}" * (run_value is not None)
+            changed.append(f"{field.flag} {as_given(field, stored_value)}{replaced}")
+    return replace(config, optim=replace(config.optim, **schedule)), changed

@@ -47,6 +47,8 @@ SECTIONS: dict[str, type[Section]] = {
     "profiling": ProfilingConfig,
 }
 
+STORED = "checkpoint"
+"""Origin of a value that comes from a checkpoint (`RunConfig.origins`)."""
 _parse = lazy_function("megatron_packed.config.parser.parse", "parse")
 """Parser of command lines; it creates objects of this module."""
 

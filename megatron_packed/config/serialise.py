@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from megatron_packed.config.cross_rules import cross_rules
-from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.errors import ConfigError, Problem, Problems
 from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.run import (
@@ -241,7 +241,7 @@ def _identity(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _unknown_keys(data: Mapping[str, Any]) -> Iterator[Problem]:
+def _unknown_keys(data: Mapping[str, Any]) -> Problems:
     for name, section in data.items():
         if name not in SECTIONS:
             cure = did_you_mean(nearest(name, SECTIONS), "remove it")

@@ -15,7 +15,6 @@ from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.value_checks import within_bounds
 
-_MODEL = tuple(field.name for field in section_fields(ModelConfig) if field.required)
 _SIZES = ("global_batch_size", "micro_batch_size", "seq_length")
 """Derived sizes that a stored configuration must contain and that are never None."""
 
@@ -26,7 +25,8 @@ def stored_problem(value: Any) -> str | None:
         isinstance(section, dict) for section in value.values()
     ):
         return wrong(value, "sections of options")
-    for section, required in (("model", _MODEL), ("training", ("bf16",)), ("packing", _SIZES)):
+    of_model = tuple(field.name for field in section_fields(ModelConfig) if field.required)
+    for section, required in (("model", of_model), ("training", ("bf16",)), ("packing", _SIZES)):
         missing = [name for name in required if name not in value.get(section, {})]
         if missing if section in value else section != "packing":
             return f".{'.'.join([section, *missing[:1]])} is missing"

@@ -24,7 +24,6 @@ attention advances them even without dropout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.cuda_graphs.capture_and_pool import NoGraphs
 from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs, TorchModuleGraphs
 from megatron_packed.cuda_graphs.replaced_forward import GraphedForward
 from megatron_packed.cuda_graphs.slots import values_restored
@@ -76,7 +76,7 @@ class _Results:
     parameter_gradients: dict[str, Tensor]
 
 
-class _Immediate:
+class _Immediate(NoGraphs):
     """Backend that runs a function immediately instead of capturing the function."""
 
     class _Nothing:
@@ -85,28 +85,6 @@ class _Immediate:
 
     def capture(self, function: Callable[[], T]) -> tuple[_Nothing, T]:
         return self._Nothing(), function()
-
-    def side_stream(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def library_capture(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def take_stream(self) -> None: ...
-
-    def without_ownership(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def random_state(self, device: torch.device) -> Tensor:
-        return torch.empty(0)
-
-    def memory_mib(self) -> float:
-        return 0.0
-
-    def reset(self) -> None: ...
-
-    def another(self) -> _Immediate:
-        return self
 
 
 def audit_part(
@@ -190,39 +168,30 @@ def audit_module(
         AuditMismatchError: a difference is larger than allowed; names the module and the quantity.
     """
     with generators_kept(generator.device):
-        return _audit_module(module, captured, fresh, own_rows, generator, deterministic)
-
-
-def _audit_module(
-    module: GraphedForward,
-    captured: ModuleGraphs,
-    fresh: PackedSeqParams,
-    own_rows: Tensor,
-    generator: torch.Generator,
-    deterministic: bool,
-) -> float:
-    normal = _like(generator)
-    hidden = normal(captured.input)
-    grads = [normal(gradient) for gradient in captured.grad_outputs]
-    eager = _run_eagerly(module, captured, hidden, grads, fresh)
-    replayed = _run_replayed(module, captured, hidden, grads)
-    again = eager if deterministic else _run_eagerly(module, captured, hidden, grads, fresh)
-    worst = 0.0
-    for name, actual, expected, other, unordered in _pairs(replayed, eager, again, deterministic):
-        difference, noise = _relative(actual, expected), _relative(other, expected)
-        ulps = _ULPS_OF_UNORDERED_SUMS * torch.finfo(hidden.dtype).eps if unordered else 0.0
-        allowed = max(_NOISE_FACTOR * noise, ulps) if unordered else 0.0
-        worst = max(worst, difference)
-        if not difference <= allowed:
-            raise AuditMismatchError(
-                f"the replay of {module.name} differs from its eager pass: {name} differ by {difference:.1e} of "
-                f"their largest value, and {allowed:.1e} is allowed. Train with {flags.CUDA_GRAPH_IMPL} none and "
-                "report this error with the options of the run."
-            )
-    _audit_isolation(
-        module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2
-    )
-    return worst
+        normal = _like(generator)
+        hidden = normal(captured.input)
+        grads = [normal(gradient) for gradient in captured.grad_outputs]
+        eager = _run_eagerly(module, captured, hidden, grads, fresh)
+        replayed = _run_replayed(module, captured, hidden, grads)
+        again = eager if deterministic else _run_eagerly(module, captured, hidden, grads, fresh)
+        worst = 0.0
+        for name, actual, expected, other, unordered in _pairs(
+            replayed, eager, again, deterministic
+        ):
+            difference, noise = _relative(actual, expected), _relative(other, expected)
+            ulps = _ULPS_OF_UNORDERED_SUMS * torch.finfo(hidden.dtype).eps if unordered else 0.0
+            allowed = max(_NOISE_FACTOR * noise, ulps) if unordered else 0.0
+            worst = max(worst, difference)
+            if not difference <= allowed:
+                raise AuditMismatchError(
+                    f"the replay of {module.name} differs from its eager pass: {name} differ by {difference:.1e} of "
+                    f"their largest value, and {allowed:.1e} is allowed. Train with {flags.CUDA_GRAPH_IMPL} none and "
+                    "report this error with the options of the run."
+                )
+        _audit_isolation(
+            module, captured, hidden, LARGE * normal(hidden), grads, own_rows, fresh.num_seqs // 2
+        )
+        return worst
 
 
 def _audit_isolation(

@@ -101,7 +101,7 @@ class LayerGraphs(StepGraphs):
         # order, but graphs of one pool are safe only in the order of their capture.
         backends = [self.backend, *(self.backend.another() for _ in range(num_slots - 1))]
         self.graphs = {
-            slot: SlotGraphs(slot, backend, made_by, passes_wait=passes_wait, copies=copies)
+            slot: SlotGraphs(slot, backend, made_by, passes_wait, copies)
             for slot, backend in zip(self.slots.slots, backends)
         }
         self._passes_wait = passes_wait

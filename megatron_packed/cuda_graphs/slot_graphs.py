@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -64,31 +65,20 @@ class _CaptureError(Exception):
         self.failed = failed
 
 
+@dataclass(eq=False)
 class SlotGraphs:
-    """Graphs of one slot. See [Note: order of memory].
+    """Graphs of one slot. See [Note: order of memory]."""
 
-    Args:
-        slot: slot that holds the metadata that the graphs read.
-        backend: captures the graphs; no other slot uses its pool.
-        made_by: as for `LayerGraphs`.
-        passes_wait: as for `LayerGraphs`.
-        copies: as for `LayerGraphs`.
-    """
+    slot: Slot
+    """Slot that holds the metadata that the graphs read."""
+    backend: GraphBackend
+    """Captures the graphs; no other slot uses its pool."""
+    made_by: Maker | None
+    """This and the following as for `LayerGraphs`."""
+    passes_wait: bool
+    copies: Copies | None
 
-    def __init__(
-        self,
-        slot: Slot,
-        backend: GraphBackend,
-        made_by: Maker | None = None,
-        *,
-        passes_wait: bool = False,
-        copies: Copies | None = None,
-    ) -> None:
-        self.slot = slot
-        self.backend = backend
-        self._made_by = made_by
-        self._passes_wait = passes_wait
-        self._copies = copies
+    def __post_init__(self) -> None:
         self.tables: dict[CaptureSize, Graph] = {}
         """Capture size -> graph that computes the shared tables."""
         self.outside: dict[tuple[object, ...], Tensor] = {}
@@ -118,8 +108,8 @@ class SlotGraphs:
                 capture()
             except _CaptureError as error:
                 failed = error.failed
-                if self._copies is not None:
-                    self._copies.abandon()
+                if self.copies is not None:
+                    self.copies.abandon()
             yield failed
         yield self._adopt(planned, size)
 
@@ -155,8 +145,8 @@ class SlotGraphs:
                 yield captured.outputs[0].data_ptr()
 
     def _capture_modules(self, planned: Sequence[Planned], size: CaptureSize) -> None:
-        if self._made_by is not None:
-            self._capture_callables(planned, size, self._made_by)
+        if self.made_by is not None:
+            self._capture_callables(planned, size, self.made_by)
         else:
             self._capture_backward(planned, self._capture_forward(planned, size))
 
@@ -193,9 +183,7 @@ class SlotGraphs:
         captured: dict[GraphedForward, TEModuleGraphs] = {}
         for number, (module, source, hidden, takes_packed) in enumerate(planned):
             captured[module] = module.in_slot(self.slot)[size] = TEModuleGraphs(
-                _with_packed(module.original_forward, static)
-                if takes_packed
-                else module.original_forward,
+                _of_hidden(module, static if takes_packed else None),
                 module.module,
                 self._static_outside((module.name, "input"), hidden),
                 self.slot,
@@ -210,7 +198,7 @@ class SlotGraphs:
         except Exception as error:
             # The error occurred in an eager pass, in whose collectives other ranks wait. So it must
             # end the run; a refusal of one capture would leave the other ranks waiting.
-            if progress.in_pass and self._passes_wait and isinstance(error, torch.OutOfMemoryError):
+            if progress.in_pass and self.passes_wait and isinstance(error, torch.OutOfMemoryError):
                 raise
             failed = None if progress.number is None else planned[progress.number].module
             raise _capture_error(failed, _first_of(error)) from error
@@ -226,17 +214,12 @@ class SlotGraphs:
             # captured module.
             if source is None or size not in source.in_slot(self.slot):
                 previous = None
-            function = (
-                _with_packed(module.original_forward, static)
-                if takes_packed
-                else module.original_forward
-            )
             captured = module.in_slot(self.slot)[size] = TorchModuleGraphs(
-                function,
+                _of_hidden(module, static if takes_packed else None),
                 module.parameters,
                 self.slot,
                 self.backend,
-                copies=self._copies,
+                copies=self.copies,
                 previous=previous,
                 positions=(number, 2 * len(planned) - 1 - number),
                 takes_packed=takes_packed,
@@ -290,10 +273,12 @@ class SlotGraphs:
         return self.outside[key]
 
 
-def _with_packed(
-    function: Callable[..., object], packed: PackedSeqParams
+def _of_hidden(
+    module: GraphedForward, packed: PackedSeqParams | None
 ) -> Callable[[Tensor], object]:
-    return lambda hidden: function(hidden, packed)
+    """Return the original forward as a function of hidden states, with ``packed`` if it is given."""
+    forward = module.original_forward
+    return forward if packed is None else lambda hidden: forward(hidden, packed)
 
 
 @contextmanager

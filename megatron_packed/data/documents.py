@@ -65,6 +65,18 @@ class Documents(Protocol):
         ...
 
 
+def stop_of_piece(name: str, size: int, start: int, length: int | None) -> int:
+    """Return the end of a piece of a document of ``size`` tokens; None for ``length`` is its rest.
+
+    Raises:
+        IndexError: the document ``name`` has no such piece.
+    """
+    stop = size if length is None else start + length
+    if not 0 <= start < stop <= size:
+        raise IndexError(f"{name} has {size} tokens; tokens {start} to {stop} do not exist.")
+    return stop
+
+
 class DocumentRange(NamedTuple):
     """Documents ``first`` to ``stop - 1`` of a source."""
 
@@ -142,17 +154,21 @@ class JoinedDocuments(Documents):
         sizes = [piece.stop - piece.first for piece in ranges]
         self.firsts: Int64Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         """Number of the first document of each range. The last entry is the number of documents."""
-        self.lengths: Int64Array = np.concatenate(
-            [p.documents.lengths[p.first : p.stop] for p in ranges]
-        )
+        self.lengths = self._of_ranges("lengths")
 
     @property
     def source_lengths(self) -> Int64Array:
-        return np.concatenate([p.documents.source_lengths[p.first : p.stop] for p in self._ranges])
+        return self._of_ranges("source_lengths")
 
     @property
     def source_targets(self) -> Int64Array:
-        return np.concatenate([p.documents.source_targets[p.first : p.stop] for p in self._ranges])
+        return self._of_ranges("source_targets")
+
+    def _of_ranges(self, name: str) -> Int64Array:
+        """Return an array ``(D,)`` of the sources, for the documents of the ranges."""
+        return np.concatenate(
+            [getattr(part.documents, name)[part.first : part.stop] for part in self._ranges]
+        )
 
     @property
     def content_hash(self) -> str:

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.errors import DataError, NotTokenizedError
-from megatron_packed.data.index.indexed_file import index_path, names_indexed
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
-from megatron_packed.data.sources.source_files import expand_paths
+from megatron_packed.data.sources.source_files import (
+    expand_paths,
+    index_path,
+    names_indexed,
+    tokens_path,
+)
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 
 
@@ -38,13 +41,7 @@ def first_lines_refusal(options: DataConfig) -> str:
     try:
         check_before_building(
             expand_paths(texts, download=False) if texts else [],
-            BuildOptions(
-                sft=options.sft,
-                max_bad_fraction=options.max_bad_fraction,
-                max_line_bytes=MAX_LINE_BYTES,
-                fields=options.fields,
-                show_progress=False,
-            ),
+            BuildOptions.from_config(options, show=False),
             folder / "quarantine.jsonl",  # stays, because the error names it
         )
     except NotTokenizedError:  # not downloaded from the Hugging Face Hub yet
@@ -65,7 +62,7 @@ def file_sizes(paths: tuple[str, ...]) -> list[int]:
     for path in paths:
         indexed = names_indexed(path)
         files += (
-            [index_path(path), Path(f"{path}.bin")]
+            [index_path(path), tokens_path(path)]
             if indexed
             else expand_paths([path], download=False)
         )

@@ -1,4 +1,4 @@
-"""Loader of micro-batches, which a background thread prepares in advance.
+"""Assembly of micro-batches, and the loader that prepares them in a background thread.
 
 The micro-batches of a step are a pure function of (plan, step). Steps may be requested in any
 order. The loader therefore has no state that a checkpoint must save.
@@ -6,21 +6,70 @@ order. The loader therefore has no state that a checkpoint must save.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import repeat
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.step_plan import PieceNumbers, StepPlan
+from megatron_packed.packed.array_types import IntegerArray
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.cu_seqlens import aligned
-from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.packed.micro_batch import Document, MicroBatch
 
-Plan = PackPlan | EvaluationPlan
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+
+Plan: TypeAlias = "PackPlan | EvaluationPlan"
+
+
+def collate(
+    dataset: Documents,
+    pieces: Pieces,
+    numbers: Sequence[int] | IntegerArray,
+    *,
+    total_tokens: int,
+    capacity: int | None = None,
+    scales: Sequence[float] | None = None,
+    max_seqlen: int | None = None,
+    alignment: int = 1,
+) -> MicroBatch:
+    """Build the micro-batch of one pack on the host.
+
+    The label at t is token t + 1, if that token is a target and belongs to the same piece. Otherwise
+    t has no label. The last token of a piece therefore has no label, and the first token of a piece
+    is no label.
+
+    Args:
+        numbers: numbers of the pieces in the pack, in order; empty for a pack without documents.
+        total_tokens: slots of the pack.
+        capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
+    Raises:
+        DataError: the data on disk changed since it was written.
+        ValueError: the pieces do not fit.
+    Example:
+        Pieces of 3 and 2 tokens, ``a b c`` with targets ``0 1 1`` and ``d e`` with ``0 0``, in 6
+        slots: labels ``b c - - - -``, loss mask ``1 1 0 0 0 0``.
+    """
+    documents = []
+    for number in numbers:
+        tokens, targets = dataset.document(
+            int(pieces.document[number]), int(pieces.start[number]), int(pieces.length[number])
+        )
+        documents.append(Document(tokens, targets))
+    return MicroBatch.build(
+        documents,
+        total_tokens,
+        capacity=capacity,
+        scales=scales,
+        max_seqlen=max_seqlen,
+        alignment=alignment,
+    )
 
 
 class Loader:
@@ -71,7 +120,8 @@ class Loader:
         self._same_on_all_ranks = same_on_all_ranks
         self._prefetch = prefetch
         self._device = torch.device(device)
-        self._num_steps = plan.num_steps if isinstance(plan, EvaluationPlan) else None
+        self._num_steps = plan.num_steps
+        self._alignment = plan.alignment
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[tuple[int, int], Future[MicroBatch]] = {}
         self._plans: dict[int, StepPlan] = {}
@@ -110,7 +160,7 @@ class Loader:
     def _places(self, step: int) -> list[tuple[int, int]]:
         """Return ``(step, number in the step)`` of this rank's micro-batches of a step."""
         count = self.plan.packs_of_step(step) // self.plan.dp_size
-        return [(step, number) for number in range(count)]
+        return [*zip(repeat(step), range(count))]
 
     def _following(self, step: int) -> list[tuple[int, int]]:
         """Return ``(step, number in the step)`` of the micro-batches to prepare, from ``step`` on.
@@ -135,7 +185,7 @@ class Loader:
             capacity=capacity,
             scales=plan.scales,
             max_seqlen=max_seqlen,
-            alignment=self.plan.alignment,
+            alignment=self._alignment,
         )
         return micro_batch.pin_memory() if self._device.type == "cuda" else micro_batch
 
@@ -161,7 +211,7 @@ class Loader:
 
     def _longest_row(self, numbers: PieceNumbers) -> int:
         """Return the longest row of a pack in tokens, including the tail."""
-        lengths = aligned(self.plan.pieces.length[numbers], self.plan.alignment)
+        lengths = aligned(self.plan.pieces.length[numbers], self._alignment)
         return max(int(lengths.max(initial=0)), self.total_tokens - int(lengths.sum()))
 
     def _step_plan(self, step: int) -> StepPlan:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.documents import Documents, TokensAndTargets
+from megatron_packed.data.documents import Documents, TokensAndTargets, stop_of_piece
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
@@ -71,11 +71,7 @@ class MadeDocuments(Documents):
             IndexError: there is no such document or piece.
         """
         size = int(self.lengths[index])
-        stop = size if length is None else start + length
-        if not 0 <= start < stop <= size:
-            raise IndexError(
-                f"made document {index} has {size} tokens; tokens {start} to {stop} do not exist."
-            )
+        stop = stop_of_piece(f"made document {index}", size, start, length)
         places = np.arange(start, stop)
         tokens = (self._first[index] + places) % self._vocab_size
         tokens[places == size - 1] = self._eod_id

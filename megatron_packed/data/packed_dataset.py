@@ -15,13 +15,12 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     EACH_ANSWER,
     REFUSED,
 )
-from megatron_packed.data.collate import collate
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.loader import collate
 from megatron_packed.data.packed_dataset_checks import (
     CutRules,
     Data,
-    check_integers,
     check_pack_sizes,
     check_run,
 )
@@ -31,9 +30,9 @@ from megatron_packed.data.packed_dataset_sources import (
     joined,
     open_sources,
 )
-from megatron_packed.data.packing.packer import Packer, Packs
+from megatron_packed.data.packing.packer import Packer, Packs, check_integers
+from megatron_packed.data.packing.pieces import cut_documents
 from megatron_packed.data.packing.step_plan import PieceTable
-from megatron_packed.data.packing.token_accounting import cut_documents
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.files.regular_files import StrPath
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -327,12 +326,7 @@ def _piece_table(
     Raises:
         DataError: no target is left, or a document is too long under the policy ``error``.
     """
-    try:
-        pieces, targets = cut_documents(
-            documents, cut.longest, cut.policy, only_with_targets=cut.sft
-        )
-    except ValueError as error:
-        raise DataError(str(error)) from None
+    pieces, targets = cut_documents(documents, cut.longest, cut.policy, only_with_targets=cut.sft)
     assert pieces.targets is not None
     if not pieces.targets.targets_kept:
         raise DataError(

@@ -14,7 +14,8 @@ from megatron_packed.config.errors import printable
 from megatron_packed.config.hub_paths import is_hub_name, is_hub_path
 from megatron_packed.config.sections.packing import default_overlong_policy
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.indexed_file import is_indexed
+from megatron_packed.data.packing.packer import check_integers
+from megatron_packed.data.sources.source_files import is_indexed
 from megatron_packed.files.regular_files import StrPath
 
 Data = StrPath | Iterable[Any]
@@ -25,17 +26,6 @@ TEXT_CURE = (
 """Sentence of errors about strings."""
 _CALLS_OF_TABLES = ("to_pylist()", "to_dicts()", "to_dict(orient='records')")
 """Calls that return the rows of a table of pyarrow, polars and pandas."""
-
-
-def check_integers(**values: Any) -> None:
-    """Check that each value is an integer.
-
-    Raises:
-        ValueError: with the name and the value.
-    """
-    for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; give an integer.")
 
 
 def check_pack_sizes(

@@ -24,7 +24,6 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
 from megatron_packed.data.documents import DocumentRange, Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_documents import IndexedDocuments
-from megatron_packed.data.index.indexed_file import is_indexed
 from megatron_packed.data.packed_dataset_checks import Data, paths_or_records
 from megatron_packed.data.progress_bar import say
 from megatron_packed.data.records import (
@@ -33,6 +32,7 @@ from megatron_packed.data.records import (
     selected_columns,
     write_records,
 )
+from megatron_packed.data.sources.source_files import names_indexed
 from megatron_packed.data.sources.tokenized_dataset import (
     DEFAULT_CACHE_NAME,
     TokenizedDataset,
@@ -189,7 +189,7 @@ def _paths(data: Data, reading: ReadingOptions) -> tuple[list[StrPath], Path | N
 def _divided(paths: Sequence[StrPath], sft: bool) -> tuple[list[str], list[str]]:
     """Return the paths of text files, and the prefixes of indexed data sets."""
     names = [os.fspath(path) for path in paths]
-    prefixes = [name for name in names if not Path(name).exists() and is_indexed(name)]
+    prefixes = [name for name in names if names_indexed(name)]
     if prefixes and sft:
         raise DataError(
             f"{prefixes[0]} is an indexed data set, which does not mark answers; leave sft out, or give the "

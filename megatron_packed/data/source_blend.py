@@ -17,6 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_packed.data.errors import DataError
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.packed.array_types import Int64Array
 
@@ -30,7 +31,7 @@ class SourceBlend:
         weights: share of each source in the tokens of an epoch, above 0; the sum is 1.
         seed: seed of the data order.
     Raises:
-        ValueError: a source has no piece.
+        DataError: a source has no piece, because every document of it was dropped.
     Example:
         Two sources have 100 and 900 tokens, with weights 1/2 and 1/2. An epoch reads the first
         source five times, and 500 tokens of the second source. The next epoch reads the other 400
@@ -51,7 +52,7 @@ class SourceBlend:
         self.sizes = [int(lengths[pieces].sum()) for pieces in self._pieces]
         """Number of tokens of each source."""
         if not all(self.sizes):
-            raise ValueError(
+            raise DataError(
                 f"source {self.sizes.index(0) + 1} of the blend has no usable document; remove it from the blend."
             )
         total = sum(self.sizes)

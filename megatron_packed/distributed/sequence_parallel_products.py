@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ from megatron_packed.distributed.collectives import (
     start_gather_rows,
     start_scatter_rows,
 )
-from megatron_packed.distributed.symmetric_memory import SymmetricMemory, workspace_bytes
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.symmetric_memory import SymmetricMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,8 @@ class SequenceParallelProducts:
         if self.memory is None:
             self.unfused[self.reason] += 1
             return None
+        from megatron_packed.distributed.symmetric_memory import workspace_bytes
+
         if rows and self.memory.holds(workspace_bytes(rows, width, x.dtype)):
             return self.memory
         self.unfused[f"{rows} rows of {width} channels do not fit in the symmetric memory"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -20,25 +21,48 @@ from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
-from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, on_or_off
 from megatron_packed.explain.kernel_reasons import choose, layer_reasons
 from megatron_packed.explain.op_requests import op_requests, served_by, useless_recomputation
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.convert.trained_config import nearest_families
-from megatron_packed.models.equal_exchanges import OPTION, uses_symmetric_memory
-from megatron_packed.models.peak_flops import peak_flops
+from megatron_packed.models.equal_exchanges import (
+    EXCHANGES,
+    OPTION,
+    by_collective,
+    by_copies,
+    uses_symmetric_memory,
+)
+from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import overlap_absence, overlap_of, overlap_words
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 CPU = torch.device("cpu")
+ON, PARTIAL, OFF = "on", "partial", "off"
+_IF_REACHABLE = "if the GPUs of the ranks can access each other's memory"
 _NOT_COUNTED = "MFU does not count recomputed operations"
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
 """Capacity in documents from which FlexAttention was measured to be faster than each kernel.
 
 Measured by `capacity_cost.py`; it was faster for at least one of the measured sizes.
 """
+
+
+class Capability(NamedTuple):
+    """Feature of a run, whether the run has it, the reason, and a better setting."""
+
+    name: str
+    state: str
+    """``on``, ``partial`` or ``off``."""
+    reason: str
+    advice: str = ""
+    """Setting that would improve the state; empty if there is none."""
+
+
+def on_or_off(name: str, active: bool, on: str, off: str, advice: str = "") -> Capability:
+    """Return a capability with the reason of its state; ``advice`` is for a run without it."""
+    return Capability(name, ON, on) if active else Capability(name, OFF, off, advice)
 
 
 def capabilities(
@@ -78,10 +102,8 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
             f"{why}: every op runs its plain PyTorch reference",
             "use a machine with a GPU, with the extra 'gpu' installed",
         )
-    precision = "bf16 with fp32 masters" if training.bf16 else "fp32"
-    yield Capability(
-        "precision", ON, precision, "--bf16" if device.type == "cuda" and not training.bf16 else ""
-    )
+    advice = "--bf16" if device.type == "cuda" and not training.bf16 else ""
+    yield Capability("precision", ON, training.precision, advice)
     if training.deterministic_mode:
         yield Capability("determinism", ON, "every run computes the same bits")
     elif device.type == "cuda":
@@ -408,7 +430,7 @@ def _tensor_overlap(config: RunConfig, device: torch.device) -> Capability:
     reasons = reasons if overlap.fuses else []
     sentence = overlap_words(overlap, reasons[0] if reasons else "")
     if overlap.fuses and not reasons:
-        sentence += "; fused if the GPUs of the ranks can access each other's memory"
+        sentence += f"; fused {_IF_REACHABLE}"
     return Capability(name, PARTIAL if reasons else ON, sentence)
 
 
@@ -483,21 +505,15 @@ def _shared_expert(config: RunConfig, device: torch.device) -> Iterator[Capabili
 
 def _equal_exchanges(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     """Yield how parts of equal sizes travel, if ranks exchange any."""
-    name = "all-to-alls of equal parts"
-    exchanged = {"cp": "heads", "ep": "rows for experts"}
-    what = " and ".join(exchanged[axis] for axis in exchanges_of_run(config))
-    if not what:
+    if not any(exchanges_of_run(config)):
         return
     if not uses_symmetric_memory(config):
         graphs = config.cuda_graph.enabled and device.type == "cuda"
         advice = f"{OPTION} auto" if graphs else ""
-        yield Capability(name, OFF, f"{what} travel by the collective", advice)
+        yield Capability(EXCHANGES, OFF, by_collective(config), advice)
         return
     # The other ranks are not known here, so only this machine's reasons are.
     if reasons := not_supported_reasons(device):
-        yield Capability(name, PARTIAL, f"{what} travel by the collective, because {reasons[0]}")
+        yield Capability(EXCHANGES, PARTIAL, by_collective(config, reasons[0]))
         return
-    copied = (
-        "copied through symmetric memory, if the GPUs of the ranks can access each other's memory"
-    )
-    yield Capability(name, ON, f"{what} are {copied}")
+    yield Capability(EXCHANGES, ON, f"{by_copies(config)}, {_IF_REACHABLE}")

@@ -24,8 +24,8 @@ from megatron_packed.config.kernel_options import (
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
-from megatron_packed.explain.capability import WIDTH
 from megatron_packed.explain.op_requests import op_requests, served_by
+from megatron_packed.explain.terminal_lines import WIDTH
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
@@ -38,7 +38,7 @@ from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError, Op
 from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 
 LABELS = {
     "varlen_attention": "attention",

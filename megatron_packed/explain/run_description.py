@@ -42,14 +42,14 @@ def describe(
         say: prints a line of text.
         detail: prints a line that a brief start leaves out.
     """
-    precision = "bf16 with fp32 masters" if config.training.bf16 else "fp32"
     parameters = sum(
         sharded.stored_shape.numel() for sharded in model.sharded_parameters().values()
     )
     frozen = parameters - trained_elements(model)
     suffix = f" ({frozen:,} of them frozen)" if frozen else ""
     say(
-        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, {precision}"
+        f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, "
+        f"{config.training.precision}"
     )
     detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "

@@ -70,7 +70,7 @@ def open_temporary(path: Path) -> int:
         OSError: as in `open_new`.
     """
     descriptor = open_new(path)
-    _try_lock(descriptor)
+    try_lock(descriptor)
     return descriptor
 
 
@@ -85,7 +85,7 @@ def remove_abandoned(path: Path) -> None:
         with suppress(OSError):  # it is gone, or belongs to another user
             descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                locked = _try_lock(descriptor)
+                locked = try_lock(descriptor)
                 old = time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_SECONDS
                 if locked or (locked is None and old):
                     os.unlink(left)
@@ -93,7 +93,7 @@ def remove_abandoned(path: Path) -> None:
                 os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool | None:
+def try_lock(descriptor: int) -> bool | None:
     """Lock a file; return False if another process holds its lock, None if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

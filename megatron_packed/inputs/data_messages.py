@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.inputs.epochs import epochs_sentences
-from megatron_packed.inputs.plan_packs import Plans
+from megatron_packed.inputs.plan_packs import Plans, epochs_sentences
 from megatron_packed.packed.capture_sizes import CaptureSizes
+
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 
 FEW_TARGETS = 1000
 """Number of targets below which a warning calls the mean loss noisy."""
@@ -53,14 +56,14 @@ def packing_sentences(config: RunConfig, plans: Plans) -> list[str]:
     ]
 
 
-def evaluation_sentences(name: str, plan: PackPlan | EvaluationPlan) -> list[str]:
+def evaluation_sentences(name: str, plan: EvaluationPlan) -> list[str]:
     """Return counts of kept and dropped tokens and targets of validation or test data.
 
     A warning follows if there are fewer than `FEW_TARGETS` targets.
     """
     lines = [f"{name} data: {line}" for line in plan.pieces.sentences()]
     # The loss over few targets varies more than training changes it between two validations.
-    if isinstance(plan, EvaluationPlan) and plan.num_targets < FEW_TARGETS:
+    if plan.num_targets < FEW_TARGETS:
         assert plan.pieces.targets is not None
         cure = "add documents to it"
         kept_targets = plan.pieces.targets.targets_kept

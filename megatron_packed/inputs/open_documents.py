@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.data_blend import BlendedPaths
 from megatron_packed.config.hub_paths import MODEL
-from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.config.sections.data_parts.files import SHUFFLED
+from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.data import SHUFFLED, DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     BYTES,
     GPT2,
@@ -28,26 +30,43 @@ from megatron_packed.data.documents import (
     border_of,
 )
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.indexed_documents import IndexedDocuments
-from megatron_packed.data.index.indexed_file import index_path, names_indexed
-from megatron_packed.data.made_documents import MadeFrom
-from megatron_packed.data.sources.hub import local_path
-from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
-from megatron_packed.data.sources.source_files import expand_paths
+from megatron_packed.data.sources.source_files import expand_paths, index_path, names_indexed
 from megatron_packed.data.sources.tokenize_files import BuildOptions, check_before_building
 from megatron_packed.data.sources.tokenized_dataset import cache_directory, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, Tokenizer
-from megatron_packed.data.tokenizers.bpe_training import (
-    TrainingShare,
-    Untrained,
-    from_stored,
-    train_bpe,
-)
 from megatron_packed.data.tokenizers.chat_format import ChatFormat, chat_format
-from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
-from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
-from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
-from megatron_packed.inputs.run_documents import RunDocuments, made_documents
+
+if TYPE_CHECKING:
+    from megatron_packed.data.tokenizers.bpe_training import TrainingShare
+
+VALIDATION, TEST = "validation", "test"
+"""Names of the data in messages."""
+
+
+class RunDocuments(NamedTuple):
+    """Documents that a run trains, validates and tests on."""
+
+    train: Documents
+    valid: Documents | None
+    test: Documents | None
+    sentences: list[str]
+    """Sentences about the files that were read and how their documents were divided."""
+    valid_sets: Mapping[str, Documents] = MappingProxyType({})
+    """Name of a set -> its part of ``valid``, with ``--multiple-validation-sets``."""
+
+    @property
+    def evaluated(self) -> dict[str, Documents]:
+        """``validation`` and ``test`` -> documents, for the data that the run has.
+
+        With several validation sets, the keys ``validation (NAME)`` replace ``validation``.
+        """
+        both = {VALIDATION: self.valid, TEST: self.test}
+        if self.valid_sets:
+            sets = {
+                f"{VALIDATION} ({name})": documents for name, documents in self.valid_sets.items()
+            }
+            both = {**sets, TEST: self.test}
+        return {name: documents for name, documents in both.items() if documents is not None}
 
 
 def build_tokenizer(
@@ -79,10 +98,14 @@ def build_tokenizer(
     if options.tokenizer_type == BYTES:
         return ByteTokenizer()
     if options.tokenizer_type in MODEL_FILES:
+        from megatron_packed.data.sources.hub import local_path
+
         assert options.tokenizer_model is not None  # checked by the configuration
         path = local_path(options.tokenizer_model, MODEL, say, download=build_missing)
         return _tokenizer_of_file(options, path, vocab_size)
     if options.tokenizer_type == GPT2:
+        from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+
         # Checked by the configuration.
         assert options.vocab_file is not None and options.merge_file is not None
         return UntrustedTokenizer("vocab.json", options.vocab_file, options.merge_file)
@@ -90,12 +113,17 @@ def build_tokenizer(
         assert vocab_size is not None  # checked by the configuration
         return NullTokenizer(vocab_size, options.null_tokenizer_eod_id)
     if trained is not None:
-        return from_stored(trained, Path(TOKENIZER_JSON))
+        from megatron_packed.data.tokenizers.bpe_training import from_stored
+
+        return from_stored(trained)
     return _trained_tokenizer(options, say, build_missing, check_data, show)
 
 
 def _tokenizer_of_file(options: DataConfig, path: str, vocab_size: int | None) -> Tokenizer:
     """Return the tokenizer of the file or directory that --tokenizer-model names."""
+    from megatron_packed.data.tokenizers.tiktoken_bpe import SPECIAL_TOKENS
+    from megatron_packed.data.tokenizers.untrusted_tokenizer import UntrustedTokenizer
+
     if options.tokenizer_type == HUGGING_FACE:
         return UntrustedTokenizer("tokenizer.json", path)
     if options.tokenizer_type == SENTENCEPIECE:
@@ -118,6 +146,8 @@ def _trained_tokenizer(
     show: bool,
 ) -> Tokenizer:
     """Return a tokenizer trained on the run's own data."""
+    from megatron_packed.data.tokenizers.bpe_training import train_bpe
+
     if not options.train_paths:
         raise DataError("there is no data to train a tokenizer on.")
     indexed = [path for path in options.train_paths if names_indexed(path)]
@@ -126,13 +156,7 @@ def _trained_tokenizer(
             f"{indexed[0]} is tokenised already, so no {options.tokenizer_type} can be trained on it; give the "
             "tokenizer that it was made with."
         )
-    checked = BuildOptions(
-        sft=options.sft,
-        max_bad_fraction=options.max_bad_fraction,
-        max_line_bytes=MAX_LINE_BYTES,
-        fields=options.fields,
-        show_progress=show,
-    )
+    checked = BuildOptions.from_config(options, show)
 
     def before_training(files: Sequence[Path], quarantine: Path) -> None:
         if check_data:
@@ -161,14 +185,17 @@ def _training_share(options: DataConfig) -> Iterator[TrainingShare | None]:
     if options.shares[0] == 1:
         yield None
         return
-    chat = _chat_format(options, Untrained())
+    from megatron_packed.data.tokenizers.bpe_training import TrainingShare, Untrained
+
+    chat = chat_format_of(options, Untrained())
     try:
         yield TrainingShare(options.shares[0], options.split_order == SHUFFLED, options.sft, chat)
     finally:
         chat.close()
 
 
-def _chat_format(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+def chat_format_of(options: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+    """Return the chat format that the options select; see `chat_format.chat_format`."""
     return chat_format(
         tokenizer,
         options.chat_template,
@@ -209,9 +236,7 @@ def open_documents(
         DataError: the data cannot be used.
     """
     if made_from is not None:
-        return made_documents(
-            MadeFrom(*made_from), tokenizer, validates=validates, tests=tests, sets=sets
-        )
+        return _made_documents(made_from, tokenizer, validates=validates, tests=tests, sets=sets)
     opener = _Opener(options, tokenizer, shorten_to, show, build_missing)
     sentences = opener.sentences()
     divides = options.split is not None
@@ -230,6 +255,50 @@ def open_documents(
     if divides:
         return _divided(options, sources, sentences, validates=validates, tests=tests, sets=sets)
     return RunDocuments(_whole(sources, options.train_blend), valid, test, sentences, valid_sets)
+
+
+def _made_documents(
+    made_from: tuple[int, int, bool],
+    tokenizer: Tokenizer,
+    *,
+    validates: bool,
+    tests: bool,
+    sets: Sequence[str],
+) -> RunDocuments:
+    """Return made documents; a validation set is all of the validation data."""
+    from megatron_packed.data.made_documents import MadeDocuments, MadeFrom
+
+    source = MadeFrom(*made_from)
+    train, valid, test = (
+        MadeDocuments(source, name, tokenizer.vocab_size, tokenizer.eod_id) if wanted else None
+        for name, wanted in (("training", True), (VALIDATION, validates), (TEST, tests))
+    )
+    assert train is not None
+    sentences = [
+        line
+        for documents in (train, valid, test)
+        if documents is not None
+        for line in documents.sentences()
+    ]
+    return RunDocuments(
+        train, valid, test, sentences, {} if valid is None else dict.fromkeys(sets, valid)
+    )
+
+
+def open_run_documents(
+    config: RunConfig, tokenizer: Tokenizer, *, show: bool = True
+) -> RunDocuments:
+    """Open the data of a run by all of its options; see `open_documents`."""
+    return open_documents(
+        config.data,
+        tokenizer,
+        validates=config.validates,
+        tests=config.tests,
+        sets=config.validation_sets,
+        shorten_to=config.shorten_to,
+        made_from=config.made_from,
+        show=show,
+    )
 
 
 def _files(path: str) -> list[Path]:
@@ -255,7 +324,7 @@ class _Opener:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        return _chat_format(self._options, self._tokenizer)
+        return chat_format_of(self._options, self._tokenizer)
 
     def sentences(self) -> list[str]:
         """Return sentences about the chat format."""
@@ -327,6 +396,8 @@ class _Opener:
                 f"{prefix} is an indexed data set, which does not mark the answers in its text; leave --sft out, "
                 "or give the conversations as JSONL."
             )
+        from megatron_packed.data.index.indexed_documents import IndexedDocuments
+
         return IndexedDocuments(
             prefix,
             vocab_size=self._tokenizer.vocab_size,

@@ -1,34 +1,41 @@
-"""Pack plans of training, validation and test data, and the capture sizes for their packs."""
+"""Pack plans of training, validation and test data, capture sizes for their packs, and epochs in steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.run_metadata import RunProgress
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.resumed_options import room_of
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.pieces import Pieces, TargetCounts
-from megatron_packed.data.packing.rank_balance import BY_TOKENS, PackCost
-from megatron_packed.data.packing.token_accounting import cut_documents, targets_of_depths
-from megatron_packed.data.source_blend import SourceBlend
-from megatron_packed.inputs.epochs import with_epochs
-from megatron_packed.inputs.run_documents import TEST, RunDocuments
+from megatron_packed.data.packing.pieces import (
+    Pieces,
+    TargetCounts,
+    cut_documents,
+    targets_of_depths,
+)
+from megatron_packed.data.packing.step_plan import BY_TOKENS, PackCost
+from megatron_packed.inputs.open_documents import TEST, RunDocuments
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+    from megatron_packed.data.source_blend import SourceBlend
 
 
 class StoredPacks(Protocol):
@@ -62,6 +69,70 @@ class Plans(NamedTuple):
     packing: PackingReport
     evaluations: dict[str, EvaluationPlan]
     """``validation`` and ``test`` -> plan, for the data that the run has."""
+
+
+def with_epochs(
+    config: RunConfig, plan: PackPlan, progress: RunProgress | None = None
+) -> RunConfig:
+    """Return the configuration with the steps and samples of ``--train-epochs``.
+
+    Without ``--train-epochs``, ``config`` is returned. The number of steps is rounded up, so the
+    last step may take packs of the next epoch. The length is stored in samples, too: a run that
+    resumes with another batch size then ends at the same place of the data.
+
+    Args:
+        config: configuration of the run.
+        plan: plan of the training data.
+        progress: progress with which the run continues; None at step 0. Epochs are those of the
+            plan, so steps and samples of earlier phases are added.
+    Raises:
+        ConfigError: the configuration names another number of steps, or an option does not fit the
+            number of steps.
+    """
+    epochs = config.training.train_epochs
+    if epochs is None:
+        return config
+    steps = -(-plan.packs_of(epochs) // plan.packs_per_step)
+    batch = config.packing.global_batch_size
+    earlier_samples = 0 if progress is None else progress.plan_samples
+    samples = earlier_samples + steps * batch
+    if progress is not None and earlier_samples:
+        steps += (earlier_samples - progress.samples_ahead(config.packing)) // batch
+    # The rules between options expect the steps of a run in which all batches had this size.
+    nominal = samples // batch
+    if config.training.train_iters not in (None, steps, nominal):
+        rule = f"gives {steps} steps with this data, but --train-iters is {config.training.train_iters}"
+        cure = "leave one of the two flags out"
+        raise ConfigError([Problem("--train-epochs", f"{epochs:g}", rule, cure)])
+    training = replace(config.training, train_iters=nominal, train_samples=samples)
+    return replace(config, training=training)
+
+
+def epochs_sentences(config: RunConfig, plan: PackPlan) -> list[str]:
+    """Return one line with the number of steps of ``--train-epochs``; empty without the flag."""
+    epochs = config.training.train_epochs
+    if epochs is None:
+        return []
+    packs = plan.packs_of(epochs)
+    steps = -(-packs // plan.packs_per_step)
+    further_packs = steps * plan.packs_per_step - packs
+    ends = (
+        f" The last step also takes {further_packs} of the next {_packs(further_packs)}."
+        if further_packs
+        else ""
+    )
+    blend = (
+        " An epoch of the blend has as many tokens as its data sets together."
+        if plan.blend is not None
+        else ""
+    )
+    return [
+        f"--train-epochs {epochs:g} is {steps:,} steps: {packs:,} {_packs(packs)}.{ends}{blend}"
+    ]
+
+
+def _packs(number: int) -> str:
+    return "pack" if number == 1 else "packs"
 
 
 def pack_cost(config: RunConfig, vocab_size: int) -> PackCost:
@@ -197,7 +268,7 @@ def _capture_sizes(
     if capacities is None:
         evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
         capacities = choose_capacities(np.concatenate([documents, *evaluated]))
-    return CaptureSizes.of(capacities, config.packing.tokens_per_pack)
+    return CaptureSizes.from_capacities(capacities, config.packing.tokens_per_pack)
 
 
 def plan_evaluation(
@@ -212,6 +283,8 @@ def plan_evaluation(
     Raises:
         DataError: the options do not allow to pack the documents, or no target is left.
     """
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+
     pieces, targets = _pieces(config, dataset, name)
     all_data = config.training.full_validation and name != TEST
     plan = EvaluationPlan(
@@ -242,10 +315,7 @@ def _pieces(config: RunConfig, dataset: Documents, name: str) -> tuple[Pieces, N
     policy, longest = config.packing.overlong_policy, config.packing.max_document_length
     # A piece without a target costs time, and the model learns nothing from it.
     wanted = config.drops_pieces_without_targets
-    try:
-        pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
-    except ValueError as error:  # an over-long document under --overlong-policy error
-        raise DataError(str(error)) from None
+    pieces, targets = cut_documents(dataset, longest, policy, only_with_targets=wanted)
     counts = pieces.counts
     if counts.documents_dropped == counts.documents_in:
         raise DataError(
@@ -275,15 +345,11 @@ def _blend(config: RunConfig, dataset: Documents, pieces: Pieces) -> SourceBlend
     """Return the blend of sources in an epoch; None if the data paths have no weights."""
     if not isinstance(dataset, JoinedDocuments) or dataset.weights is None:
         return None
-    try:
-        return SourceBlend(
-            pieces.length,
-            dataset.range_of(pieces.document),
-            dataset.weights,
-            config.training.seed,
-        )
-    except ValueError as error:  # every document of a source was dropped
-        raise DataError(str(error)) from None
+    from megatron_packed.data.source_blend import SourceBlend
+
+    return SourceBlend(
+        pieces.length, dataset.range_of(pieces.document), dataset.weights, config.training.seed
+    )
 
 
 def check_capacities(config: RunConfig, most: int) -> None:

@@ -32,13 +32,14 @@ from megatron_packed.data.sources.message_masks import LISTED_MASK
 from megatron_packed.data.sources.preference_lines import PREFERENCE_ANSWERS
 from megatron_packed.data.sources.strict_json import check_characters, object_of_line
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece, chat_format
+from megatron_packed.data.tokenizers.chat_format import ChatFormat, TextPiece
 from megatron_packed.data.tokenizers.encode import (
     answer_ends,
     encode_pieces,
     prompt_tokens,
     with_special_tokens,
 )
+from megatron_packed.inputs.open_documents import chat_format_of
 
 STANDARD_INPUT = "-"
 """Name of a file of prompts that stands for standard input."""
@@ -133,13 +134,7 @@ def encode_prompts(
     if not data.sft:
         tokens = [_tokens(prompt, tokenizer, None, special) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer))
-    chat = chat_format(
-        tokenizer,
-        data.chat_template,
-        data.sft_tokenizer_prompt_format,
-        date=data.chat_template_date,
-        kwargs=data.chat_template_kwargs,
-    )
+    chat = chat_format_of(data, tokenizer)
     try:
         tokens = [_tokens(prompt, tokenizer, chat, special) for prompt in prompts]
         return EncodedPrompts(tokens, answer_ends(tokenizer, chat))

@@ -6,22 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from megatron_packed.checkpoint.run_metadata import DataHashes
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
-from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packing_report import PackingReport
-from megatron_packed.data.packing.step_plan import StepPlan
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabulary
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
@@ -31,22 +25,25 @@ from megatron_packed.inputs.data_messages import (
     packing_sentences,
     spread_sentences,
 )
-from megatron_packed.inputs.hub_commits import agree_on_commits
-from megatron_packed.inputs.open_documents import build_tokenizer, open_documents
-from megatron_packed.inputs.plan_packs import Plans, StoredPacks, pack_cost, plan_data
-from megatron_packed.inputs.run_documents import TEST, VALIDATION, RunDocuments
-from megatron_packed.inputs.sample_and_metric_prompts import (
-    Questions,
-    metric_questions,
-    sample_questions,
+from megatron_packed.inputs.open_documents import (
+    TEST,
+    VALIDATION,
+    RunDocuments,
+    build_tokenizer,
+    open_run_documents,
 )
+from megatron_packed.inputs.plan_packs import Plans, StoredPacks, pack_cost, plan_data
 from megatron_packed.inputs.stored_files import StoredFiles, files_to_attach, with_stored_template
 from megatron_packed.packed.capture_sizes import CaptureSizes
 
-AnyPlan = PackPlan | EvaluationPlan
+if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+    from megatron_packed.inputs.sample_and_metric_prompts import Questions
+
+AnyPlan: TypeAlias = "PackPlan | EvaluationPlan"
 """Plan of training data, or of validation or test data."""
-_Plan = TypeVar("_Plan", bound=AnyPlan)
-_Plan_co = TypeVar("_Plan_co", bound=AnyPlan, covariant=True)
+_Plan = TypeVar("_Plan", bound="AnyPlan")
+_Plan_co = TypeVar("_Plan_co", bound="AnyPlan", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +53,6 @@ class Stream(Generic[_Plan_co]):
     dataset: Documents
     plan: _Plan_co
     loader: Loader
-
-    def lengths(self, step: StepPlan) -> NDArray[np.int64]:
-        """Return the lengths in tokens of all document pieces of a step, over all ranks."""
-        numbers = [numbers for rank in step.packs for numbers in rank]
-        return self.plan.pieces.length[np.concatenate(numbers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +157,8 @@ def build_data(
     options = config.data
     show = groups.rank == 0 if show is None else show
     if options.hub_paths:
+        from megatron_packed.inputs.hub_commits import agree_on_commits
+
         agree_on_commits(options.hub_paths, groups)
     trained = None if stored is None else stored.trained_tokenizer(options)
     tokenizer = build_tokenizer(options, config.model.vocab_size, say, trained=trained, show=show)
@@ -174,19 +168,15 @@ def build_data(
     attached = files_to_attach(options, tokenizer)
     vocab_size = _vocabulary(config, tokenizer)
     # Before the data, because tokenising it may take hours.
-    samples = sample_questions(config, tokenizer, groups) if config.logging.sample_prompts else None
-    documents = open_documents(
-        options,
-        tokenizer,
-        validates=config.validates,
-        tests=config.tests,
-        sets=config.validation_sets,
-        shorten_to=config.shorten_to,
-        made_from=config.made_from,
-        show=show,
-    )
-    metric = None
+    samples = metric = None
+    if config.logging.sample_prompts is not None:
+        from megatron_packed.inputs.sample_and_metric_prompts import sample_questions
+
+        samples = sample_questions(config, tokenizer, groups)
+    documents = open_run_documents(config, tokenizer, show=show)
     if config.training.valid_metric is not None:
+        from megatron_packed.inputs.sample_and_metric_prompts import metric_questions
+
         metric = metric_questions(config, tokenizer, documents.valid)
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
@@ -282,6 +272,8 @@ def _refuse_fallbacks(config: RunConfig, plans: Plans, beyond: list[str]) -> Non
         and capture_sizes is not None
         and (packing.packs_beyond or beyond)
     ):
+        from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
+
         raise GraphFallbackError(
             "packs would run eagerly, which --cuda-graph-strict forbids. "
             f"{packing.packs_beyond:,} of {packing.packs:,} packs of the first epoch hold more than "

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_packed.checkpoint.load import Step, read_attachments
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
-from megatron_packed.config.parser.stored_options import STORED
-from megatron_packed.config.run import RunConfig
+from megatron_packed.config.run import STORED, RunConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.data_parts.tokenizer import (
     CHAT_TEMPLATES,
@@ -22,12 +21,12 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     TRAINED_BPE,
 )
 from megatron_packed.data.tokenizers.base import Tokenizer
-from megatron_packed.data.tokenizers.bpe_training import files_of_trained
 from megatron_packed.data.tokenizers.chat_format import template_source
-from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.load import Step
 
 # transformers' name of the file would make it the template of the tokenizer.json next to it.
 TEMPLATE = "template.jinja"
@@ -47,6 +46,9 @@ def files_to_attach(options: DataConfig, tokenizer: Tokenizer) -> dict[str, str]
     # Other tokenizers are files of the user: they may be large, and other runs share them. Only the
     # paths of such files are stored.
     if options.tokenizer_type == TRAINED_BPE:
+        from megatron_packed.data.tokenizers.bpe_training import files_of_trained
+        from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         texts |= files_of_trained(tokenizer)
     if _is_file(options.chat_template) or _uses_own_template(options, tokenizer):
@@ -83,6 +85,8 @@ class StoredFiles(NamedTuple):
         same = options.tokenizer_vocab_size == self.data.get("tokenizer_vocab_size")
         if options.tokenizer_type != TRAINED_BPE or not same:
             return None
+        from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
+
         return self.texts.get(TOKENIZER_JSON)
 
     def with_template(self, options: DataConfig, *, prefers_stored: bool) -> DataConfig:
@@ -161,10 +165,10 @@ def stored_files(
     Raises:
         CheckpointError: the attached files of no checkpoint are intact.
     """
-    ranks: dict[str, Any] = {}
-    if groups is not None:
-        ranks = {"rank": groups.rank, "world_size": groups.world_size, "group": groups.world_group}
-    attachments = read_attachments(folder, step=step, warn=warn, **ranks)
+    from megatron_packed.checkpoint.load import read_attachments
+
+    ranks = Ranks.from_groups(groups)
+    attachments = read_attachments(folder, ranks=ranks, step=step, warn=warn)
     # The load reads the same metadata later, and refuses it with its problem.
     if attachments is None or metadata_problem(attachments.metadata) is not None:
         return None

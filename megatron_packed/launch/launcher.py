@@ -16,14 +16,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from tempfile import TemporaryFile
 
 from megatron_packed.config.errors import printable
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import RefusedCommandLine, parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.launch.local_ranks import PYTHON_EXEC, LocalRanks, Placement, RankFailure
+from megatron_packed.launch.local_ranks import (
+    PYTHON_EXEC,
+    LaunchOptions,
+    LocalRanks,
+    Placement,
+    RankFailure,
+)
 from megatron_packed.launch.nodes_and_restarts import (
     LEAVE_SECONDS,
     Agreement,
@@ -40,8 +45,6 @@ from megatron_packed.training.worker import explain_report
 _mark_loss_in_status = lazy_function("megatron_packed.training.failures", "mark_loss")
 """Imported at its call, because its module imports torch."""
 POLL_SECONDS = 0.05
-SHUTDOWN_SECONDS = 1800.0
-"""Default of ``--shutdown-timeout``."""
 SECOND_SIGNAL_SECONDS = 3.0
 """Seconds after a second signal until the processes are killed."""
 _SECONDS_AFTER: dict[int, float] = {
@@ -57,43 +60,6 @@ _SECONDS_AFTER_FAILURE = 15.0
 The rank that reports the failure may first wait for answers of the other ranks, see
 `distributed.failure_watch`.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Number and place of the processes of a run."""
-
-    processes: int = 1
-    """Processes on this machine."""
-    min_nodes: int = 1
-    """Fewest machines with which the run starts."""
-    max_nodes: int = 1
-    """Largest number of machines."""
-    node_rank: int | None = None
-    """Number of this machine, from 0; the static rendezvous needs it."""
-    rdzv_backend: str = "static"
-    """Rendezvous of torch through which machines meet: static, c10d, etcd or etcd-v2."""
-    rdzv_endpoint: str = ""
-    """HOST:PORT of the rendezvous; with one machine and no endpoint, there is no rendezvous."""
-    rdzv_id: str = "none"
-    """Name of the run, the same on all machines."""
-    rdzv_conf: tuple[tuple[str, str], ...] = ()
-    """Further options of the rendezvous."""
-    max_restarts: int = 0
-    """Largest number of restarts after a process was killed, hung or lost its connection."""
-    shutdown_timeout: float = SHUTDOWN_SECONDS
-    """Seconds after the first signal until processes that still run are killed."""
-    log_dir: str | None = None
-    """Folder for a copy of the output of each rank."""
-    refusal: str | None = None
-    """Reason for which this machine takes no part, found before its command line was read."""
-    shared_console: bool = False
-    """True if all machines write to one console, as under srun."""
-
-    @property
-    def speaks(self) -> bool:
-        """True if this machine prints the facts that all machines share."""
-        return not self.shared_console or not self.node_rank
 
 
 def launch(options: LaunchOptions, arguments: Sequence[str]) -> int:

@@ -36,6 +36,45 @@ _SHOW_WARNINGS = (_LOG_LEVEL, "LOGLEVEL", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG
 """Variables with which a user asks for the log of torch or of NCCL."""
 _COPY_SECONDS = 2.0
 """Seconds to copy the last output of a rank; processes that the rank started may hold its pipe."""
+SHUTDOWN_SECONDS = 1800.0
+"""Default of ``--shutdown-timeout``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Number and place of the processes of a run."""
+
+    processes: int = 1
+    """Processes on this machine."""
+    min_nodes: int = 1
+    """Fewest machines with which the run starts."""
+    max_nodes: int = 1
+    """Largest number of machines."""
+    node_rank: int | None = None
+    """Number of this machine, from 0; the static rendezvous needs it."""
+    rdzv_backend: str = "static"
+    """Rendezvous of torch through which machines meet: static, c10d, etcd or etcd-v2."""
+    rdzv_endpoint: str = ""
+    """HOST:PORT of the rendezvous; with one machine and no endpoint, there is no rendezvous."""
+    rdzv_id: str = "none"
+    """Name of the run, the same on all machines."""
+    rdzv_conf: tuple[tuple[str, str], ...] = ()
+    """Further options of the rendezvous."""
+    max_restarts: int = 0
+    """Largest number of restarts after a process was killed, hung or lost its connection."""
+    shutdown_timeout: float = SHUTDOWN_SECONDS
+    """Seconds after the first signal until processes that still run are killed."""
+    log_dir: str | None = None
+    """Folder for a copy of the output of each rank."""
+    refusal: str | None = None
+    """Reason for which this machine takes no part, found before its command line was read."""
+    shared_console: bool = False
+    """True if all machines write to one console, as under srun."""
+
+    @property
+    def speaks(self) -> bool:
+        """True if this machine prints the facts that all machines share."""
+        return not self.shared_console or not self.node_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.launch.attempt import LaunchAttempt, wait_for_readers
-from megatron_packed.launch.local_ranks import Placement, RankFailure
-from megatron_packed.launch.refused_nodes import STATIC, MeetingOptions, Refusals, different_nodes
+from megatron_packed.launch.local_ranks import LaunchOptions, Placement, RankFailure
+from megatron_packed.launch.refused_nodes import STATIC, Refusals, different_nodes
 
 LEAVE_SECONDS = 60.0
 """Seconds that a machine which takes no part waits to inform the others."""
@@ -45,13 +45,6 @@ END_SECONDS = 150.0
 JOIN_SECONDS = 600
 """Default of ``join_timeout`` in ``--rdzv-conf``."""
 _HERE = "here"
-
-
-class RendezvousOptions(MeetingOptions, Protocol):
-    """Fields of `launcher.LaunchOptions` that the rendezvous uses."""
-
-    @property
-    def rdzv_conf(self) -> tuple[tuple[str, str], ...]: ...
 
 
 class NodesError(Exception):
@@ -158,7 +151,7 @@ class ManyNodes(OneNode):
         stopped: returns True after a stop signal, which ends the wait for other machines.
     """
 
-    def __init__(self, options: RendezvousOptions, stopped: Callable[[], bool]) -> None:
+    def __init__(self, options: LaunchOptions, stopped: Callable[[], bool]) -> None:
         super().__init__()
         self._options = options
         self._stopped = stopped

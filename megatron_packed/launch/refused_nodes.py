@@ -19,9 +19,10 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.launch.local_ranks import LaunchOptions
 
 READ_SECONDS = 45.0
 """Longest wait of a machine, which may host the store, until all machines have read a refusal."""
@@ -41,23 +42,6 @@ _STORE_BACKENDS = (STATIC, C10D)
 """Backends whose endpoint is a store of torch."""
 
 
-class MeetingOptions(Protocol):
-    """Fields of `launcher.LaunchOptions` that say where and with whom a machine meets."""
-
-    @property
-    def min_nodes(self) -> int: ...
-    @property
-    def max_nodes(self) -> int: ...
-    @property
-    def node_rank(self) -> int | None: ...
-    @property
-    def rdzv_backend(self) -> str: ...
-    @property
-    def rdzv_endpoint(self) -> str: ...
-    @property
-    def rdzv_id(self) -> str: ...
-
-
 class Refusals:
     """Connection to the refusals of all machines that meet at one endpoint.
 
@@ -67,7 +51,7 @@ class Refusals:
         options: options of the rendezvous.
     """
 
-    def __init__(self, options: MeetingOptions) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._store: Any = None
         self.met = threading.Event()

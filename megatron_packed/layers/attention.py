@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import gather_rows, pass_on
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
 from megatron_packed.layers.attention_heads import (
     attended_heads,
     attention_parts,
@@ -26,10 +25,9 @@ from megatron_packed.layers.attention_heads import (
     query_heads,
 )
 from megatron_packed.layers.build import Build
+from megatron_packed.layers.context_parallel import from_zigzag, to_zigzag
 from megatron_packed.layers.joined import adds_residual
 from megatron_packed.layers.linear import JoinedResidual
-from megatron_packed.layers.query_key_norm import QueryKeyNorm, query_key_norms
-from megatron_packed.layers.zigzag_rows import from_zigzag, to_zigzag
 from megatron_packed.ops.activation.api import sigmoid_gate
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.context_parallel_attention.api import Peers, context_parallel_attention
@@ -37,6 +35,9 @@ from megatron_packed.ops.rope.api import RopeScaling, apply_rope, rope_tables
 from megatron_packed.ops.varlen_attention.api import varlen_attention
 from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.query_key_norm import QueryKeyNorm
 
 
 class Rotary(nn.Module):
@@ -245,6 +246,7 @@ class CoreAttention(nn.Module):
         )
         if self.cp.exchange is None:
             return attend(q_TNH, k_TKH, v_TKH)
+        from megatron_packed.distributed.all_to_all import compute_by_heads
 
         def attend_part(part: int, columns_TW: Tensor) -> Tensor:
             return attend(*split_columns(columns_TW, *self.used_shapes))
@@ -302,7 +304,11 @@ class Attention(nn.Module):
         rotary: Rotary | None,
     ) -> None:
         super().__init__()
-        norm = query_key_norms(config, build)
+        norm: QueryKeyNorm | None = None
+        if config.qk_layernorm:
+            from megatron_packed.layers.query_key_norm import query_key_norms
+
+            norm = query_key_norms(config, build)
         self.core_attn = CoreAttention(config, build, number=number, norm=norm, rotary=rotary)
         self.qkv = build.parts.column_parallel(
             config.hidden_size,

@@ -5,20 +5,29 @@ MLPs, experts, embedding and loss work row by row and need no communication. Att
 exchange data between the ranks, because they need complete documents. Parameters are equal on all
 ranks. Their gradients are summed over context-parallel and data-parallel ranks together.
 
-Letters: T tokens of the pack; each of c ranks holds T / c of them.
+[Note: reordered rows]
+Mamba layers that pass states need contiguous rows, and attention with ``all_gather`` or ``p2p``
+needs a zigzag. There are fewer attention layers than others, so the rows between layers are
+contiguous. Queries, keys and values move to the zigzag, and the outputs move back. The number of
+rows that a rank owes another one depends on the documents, but CUDA graphs need fixed sizes. So
+each move is two all-to-alls of equal parts: rows are exchanged for columns, reordered locally, and
+exchanged back.
+
+Letters: T tokens of the pack; each of c ranks holds T / c of them. C columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from megatron_packed.config.exchanged_heads import number_of_parts
-from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from megatron_packed.config.sections.parallel import ParallelConfig
+    from megatron_packed.distributed.all_to_all import EqualExchange
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
@@ -103,8 +113,10 @@ class ContextParallel:
     """Exchange of heads and tokens among the ranks of the group; None for one rank."""
 
     def __post_init__(self) -> None:
-        if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
+        if self.exchange is None and self.group is not None:
+            from megatron_packed.distributed.all_to_all import EqualExchange
+
+            object.__setattr__(self, "exchange", EqualExchange(self.group))
 
     @classmethod
     def from_groups(
@@ -276,3 +288,34 @@ class _PermuteRows(torch.autograd.Function):
 def permute_rows(x_TW: Tensor, index_T: Tensor, inverse_T: Tensor) -> Tensor:
     """Return ``x[index]`` for a permutation ``index`` with the inverse ``inverse``."""
     return cast(Tensor, _PermuteRows.apply(x_TW, index_T, inverse_T))  # type: ignore[no-untyped-call]
+
+
+def to_zigzag(
+    tensors: Sequence[Tensor], cp: ContextParallel, packed: PackedSeqParams
+) -> list[Tensor]:
+    """Move ``(T / c, ...)`` tensors from contiguous rows to this rank's rows in attention."""
+    columns = [x.flatten(1) for x in tensors]
+    moved_TC = _moved(torch.cat(columns, dim=1), cp, packed, back=False)
+    parts = torch.split(moved_TC, [x_TC.shape[1] for x_TC in columns], dim=1)
+    return [torch.unflatten(part, 1, x.shape[1:]) for part, x in zip(parts, tensors)]
+
+
+def from_zigzag(x: Tensor, cp: ContextParallel, packed: PackedSeqParams) -> Tensor:
+    """Move a ``(T / c, ...)`` tensor back to contiguous rows: the inverse of `to_zigzag`."""
+    return torch.unflatten(_moved(x.flatten(1), cp, packed, back=True), 1, x.shape[1:])
+
+
+def _moved(x_TC: Tensor, cp: ContextParallel, packed: PackedSeqParams, *, back: bool) -> Tensor:
+    """Reorder the rows of all ranks. See [Note: reordered rows]."""
+    order = cp.attention_order(packed)
+    assert order is not None, "cp_comm_type a2a needs no reordering"
+    channels, (slots_T, places_T) = x_TC.shape[1], order
+    from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
+
+    # (T / c, C) -> (T, C / c)
+    columns_TC = rows_to_columns((pad(x_TC, (0, -channels % cp.size)),), cp.exchange)
+    index_T, inverse_T = (places_T, slots_T) if back else (slots_T, places_T)
+    reordered_TC = permute_rows(columns_TC, index_T, inverse_T)
+    # (T, C / c) -> (T / c, C)
+    (moved_TC,) = heads_to_rows((reordered_TC,), cp.exchange)
+    return moved_TC[:, :channels]

@@ -17,32 +17,18 @@ Letters: T tokens, c ranks, N heads of P channels, C convolution channels, W col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
+from megatron_packed.distributed.all_to_all import compute_by_heads
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.context_parallel import ContextParallel, take_in_parts
-from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
 
-
-class HeadwiseMixer(Protocol):
-    """Mixer whose heads are exchanged; see `layers.recurrent_mixer.RecurrentMixer`."""
-
-    conv1d: CausalConv1d
-
-    def values_of_heads(self) -> list[Tensor]: ...
-
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor: ...
+if TYPE_CHECKING:
+    from megatron_packed.layers.recurrent_mixer import RecurrentMixer
 
 
 class HeadParallel:
@@ -76,7 +62,7 @@ class HeadParallel:
         """As `RecurrentMixer.conv_shapes`, of this rank's heads."""
 
     def convolve_and_scan(
-        self, mixer: HeadwiseMixer, columns: Sequence[Tensor], packed: PackedSeqParams
+        self, mixer: RecurrentMixer, columns: Sequence[Tensor], packed: PackedSeqParams
     ) -> Tensor:
         """Run what `RecurrentMixer.convolve_and_scan` runs, on exchanged heads.
 
@@ -96,7 +82,7 @@ class HeadParallel:
             convolved_TC = mixer.conv1d(conv_TC, packed.seq_idx, weights[part])
             heads = split_columns(convolved_TC, *conv_shapes)
             parameters = [of_parts[part] for of_parts in values]
-            y_TNP = mixer.scan_heads(heads, per_head, parameters, packed)
+            y_TNP = mixer.scan_heads((heads, per_head, parameters), packed)
             return self.cp.in_order_of_ranks(y_TNP, packed)
 
         return compute_by_heads(columns, scan, self.cp.exchange, self.parts)

@@ -15,7 +15,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import joined_residual
 from megatron_packed.layers.moe.layer import MoE, MoEOutput, MoEReport
-from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.norm import Norm, norm_of
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -85,7 +85,7 @@ class ProjectedLayer(HybridLayer):
 
     def forward(self, hidden_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         x_TD, residual_TD = self.enter(hidden_TD)
-        joined = joined_residual(self.mixer, residual_TD, self.backend, self.reason_apart)
+        joined = joined_residual(self, self.mixer, residual_TD)
         if joined is None:
             return self.add(residual_TD, self.mixer(x_TD, packed))
         sum_TD: Tensor = self.mixer(x_TD, packed, joined)
@@ -141,10 +141,4 @@ class HybridLayers(nn.ModuleList):
 
 def build_norm(config: ModelConfig, build: Build) -> Norm:
     """Build a norm over the hidden size, for use in a layer or after the last layer."""
-    return build.parts.norm(
-        config.hidden_size,
-        kind=config.normalization,
-        eps=config.norm_epsilon,
-        zero_centered=config.apply_layernorm_1p,
-        build=build,
-    )
+    return norm_of(build.parts.norm, config.hidden_size, config, build)

@@ -1,4 +1,4 @@
-"""Checks whether products of a layer may include neighbouring operations.
+"""Calls inside a layer: named, so that they can be wrapped, or joined with neighbouring operations.
 
 The end of a layer is ``residual + x W^T``, so the last projection of the mixer may add the residual.
 Letters: T tokens, D hidden size.
@@ -7,9 +7,8 @@ Letters: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from megatron_packed.layers.linear import (
@@ -33,7 +32,19 @@ NOTES_CALLS = "transformer_engine.pytorch.graph"
 backward pass. If they counted as observers, a recomputed layer would save other tensors in its
 second run, and the warm-up would not run the kernels that are captured.
 """
+_Output = TypeVar("_Output")
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+
+
+class NamedCall(nn.Module):
+    """Submodule that calls a function, so that `memory.apply` can wrap the call by its name.
+
+    The submodule has no parameters. The parameters that the function uses belong to the enclosing
+    module, so their names in checkpoints do not change.
+    """
+
+    def forward(self, function: Callable[..., _Output], *args: object) -> _Output:
+        return function(*args)
 
 
 def reason_apart(*projections: nn.Module) -> str:
@@ -101,18 +112,28 @@ def _inside_wrappers(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+class ResidualAddition(Protocol):
+    """Layer that may leave the addition of a residual to its mixer."""
+
+    backend: str
+    """Backend of the op ``residual_projection``."""
+
+    @property
+    def reason_apart(self) -> str:
+        """Reason why the layer must add the residual itself; empty if it need not."""
+
+
 def joined_residual(
-    mixer: nn.Module, residual_TD: Tensor, backend: str, apart: str = ""
+    layer: ResidualAddition, mixer: nn.Module, residual_TD: Tensor
 ) -> JoinedResidual | None:
     """Return the residual for the last projection of the mixer, which adds it; None if it does not.
 
     See ``ops/residual_projection/README.md``.
 
     Args:
+        layer: the layer that adds the residual otherwise.
         mixer: its class may have a ``forward`` that `adds_residual` marks.
         residual_TD: the hidden state before the layer.
-        backend: backend of the op ``residual_projection``.
-        apart: reason of the caller why it must add the residual itself; empty if it need not.
 
     Raises:
         NoBackendError: the requested backend does not support the sizes and dtype.
@@ -120,32 +141,24 @@ def joined_residual(
     device_type = residual_TD.device.type
     if residual_TD.dim() != 2 or planned_type(device_type) not in WITH_CHOICE:
         return None
-    product = added_product(mixer, residual_TD.dtype, device_type, backend, apart)
-    return None if product is None else JoinedResidual(residual_TD, product)
-
-
-def added_product(
-    mixer: nn.Module, dtype: torch.dtype, device_type: str, backend: str, apart: str = ""
-) -> AddedProduct | None:
-    """Return the product with which the mixer adds a residual of ``dtype``; None if it adds none.
-
-    Raises:
-        NoBackendError: as `joined_residual`.
-    """
     if not getattr(type(mixer).forward, "adds_residual", False):
         return None
     projection: Any = mixer.output_projection
-    reason = reason_apart(projection) or apart or observation(mixer, projection, wrapped=False)
-    if projection.weight.dtype != dtype:
+    reason = (
+        reason_apart(projection)
+        or layer.reason_apart
+        or observation(mixer, projection, wrapped=False)
+    )
+    if projection.weight.dtype != residual_TD.dtype:
         reason = OTHER_DTYPE
     channels, inner = projection.weight.shape
     inputs = residual_projection.ResidualProjectionInputs(
         inner=inner,
         channels=channels,
-        dtype=dtype,
+        dtype=residual_TD.dtype,
         device_type=device_type,
         apart=reason,
     )
     product: AddedProduct | None
-    product = residual_projection.OP.chosen[backend, inputs].loaded.added_product
-    return product
+    product = residual_projection.OP.chosen[layer.backend, inputs].loaded.added_product
+    return None if product is None else JoinedResidual(residual_TD, product)

@@ -19,7 +19,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment, set_shard
 from megatron_packed.layers.attention_heads import query_heads
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.norm import Norm
+from megatron_packed.layers.norm import Norm, norm_of
 from megatron_packed.layers.parameters import no_weight_decay
 from megatron_packed.ops.rms_norm.api import rms_norm
 
@@ -46,29 +46,18 @@ class AllHeadsNorm(nn.Module):
 
     Args:
         heads: query heads or key-value heads of the complete layer.
-        eps: value added to the mean square.
-        zero_centered: the weight is stored minus one.
-        backend: backend of the op ``rms_norm``, for one rank.
-        tp: tensor parallelism of this rank.
-        device: device of the weight.
-        dtype: dtype of the weight.
+        config: value added to the mean square, and whether the weight is stored minus one.
+        build: arguments that all layers share.
     """
 
-    def __init__(
-        self,
-        heads: SplitSegment,
-        *,
-        eps: float,
-        zero_centered: bool,
-        build: Build,
-    ) -> None:
+    def __init__(self, heads: SplitSegment, config: ModelConfig, build: Build) -> None:
         super().__init__()
         tp = build.tp
         shard = tp.shard(heads)
         weight = build.new_parameter(shard.local_length)
         self.weight = set_shard(no_weight_decay(weight), shard)
-        self.eps = eps
-        self.zero_centered = zero_centered
+        self.eps = config.norm_epsilon
+        self.zero_centered = config.apply_layernorm_1p
         self.backend = build.backends.rms_norm
         self.tp = tp
         # Ranks that hold the same head count its squares once each.
@@ -91,10 +80,8 @@ class AllHeadsNorm(nn.Module):
         return (normed * (1 + scale_C if self.zero_centered else scale_C)).to(x_TC.dtype)
 
 
-def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm | None:
-    """Build the norms of queries and keys of one attention layer; None if the model has none."""
-    if not config.qk_layernorm:
-        return None
+def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm:
+    """Build the norms of queries and keys of one attention layer."""
     if config.qk_layernorm_scope == "all_heads":
         keys = SplitSegment(
             noun="key-value heads",
@@ -103,31 +90,12 @@ def query_key_norms(config: ModelConfig, build: Build) -> QueryKeyNorm | None:
             shareable=True,
         )
         return QueryKeyNorm(
-            _all_heads_norm(query_heads(config), config, build),
-            _all_heads_norm(keys, config, build),
+            AllHeadsNorm(query_heads(config), config, build),
+            AllHeadsNorm(keys, config, build),
         )
-    norms = QueryKeyNorm(_head_norm(config, build), _head_norm(config, build))
+    norms = QueryKeyNorm(*(norm_of(Norm, config.head_dim, config, build) for _ in range(2)))
     for norm in norms:
         for parameter in norm.parameters():
             # Each rank computes the gradient terms of its own heads.
             build.tp.use_inside(parameter)
     return norms
-
-
-def _all_heads_norm(heads: SplitSegment, config: ModelConfig, build: Build) -> AllHeadsNorm:
-    return AllHeadsNorm(
-        heads,
-        eps=config.norm_epsilon,
-        zero_centered=config.apply_layernorm_1p,
-        build=build,
-    )
-
-
-def _head_norm(config: ModelConfig, build: Build) -> Norm:
-    return Norm(
-        config.head_dim,
-        kind=config.normalization,
-        eps=config.norm_epsilon,
-        zero_centered=config.apply_layernorm_1p,
-        build=build,
-    )

@@ -1,37 +1,40 @@
-"""Mixer with a recurrence along the tokens of each document: the base of Mamba and gated delta nets.
+"""Mixer with a short convolution and a recurrence: the base of Mamba and gated delta nets.
 
-Letters: T tokens, D hidden size, N heads of P channels, I = N P, C convolution channels, O width of
-the input projection.
+Both run along the tokens of each document. Letters: T tokens, D hidden size, N heads of P channels,
+I = N P, C convolution channels, W convolution width, O width of the input projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.head_parallel import HeadParallel
-from megatron_packed.layers.initial_values import (
+from megatron_packed.layers.context_parallel import take_in_parts
+from megatron_packed.layers.joined import NamedCall, adds_residual
+from megatron_packed.layers.linear import JoinedResidual
+from megatron_packed.layers.parameters import (
     Fill,
     a_log,
     convolution,
+    keep_fp32,
+    no_weight_decay,
     normal,
     ones,
     residual_normal,
 )
-from megatron_packed.layers.joined import adds_residual
-from megatron_packed.layers.linear import JoinedResidual
-from megatron_packed.layers.named_call import NamedCall
-from megatron_packed.layers.parameters import keep_fp32, no_weight_decay
-from megatron_packed.layers.short_convolution import CausalConv1d
-from megatron_packed.layers.state_passing import PassedStates, StatePassing
+from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.head_parallel import HeadParallel
+    from megatron_packed.layers.state_passing import StatePassing
 
 Row = TypeVar("Row")
 
@@ -43,6 +46,70 @@ RECURRENT_FILLS: dict[str, Fill] = {
     "mixer.A_log": a_log,
 }
 """Initial values that recurrent mixers have in common, for the record of a kind."""
+HeadInputs = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
+"""Inputs of the recurrence of some heads: the convolved segments, ``(T, count, width)`` each; the
+values of each head and token, ``(T, N)`` each; `RecurrentMixer.values_of_heads` of these heads.
+"""
+
+
+class Weights(NamedTuple):
+    """Weight and bias of C channels of a convolution."""
+
+    weight_CW: Tensor
+    bias_C: Tensor | None
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise causal convolution with SiLU that restarts at every document.
+
+    Args:
+        channels: this tensor-parallel rank's shard of the channels.
+        width: W.
+        bias: adds a bias to each channel.
+        build: arguments that all layers share.
+    """
+
+    def __init__(
+        self,
+        channels: Shard,
+        width: int,
+        *,
+        bias: bool = True,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.backend = build.backends.causal_conv1d
+        self.weight = set_shard(build.new_parameter(channels.local_length, width), channels)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = build.new_parameter(channels.local_length)
+            self.bias = set_shard(no_weight_decay(values), channels)
+
+    def in_parts(self, used: Shard, parts: int) -> list[Weights]:
+        """Return weight and bias of the channels ``used`` of a context-parallel rank, in parts."""
+        weights = take_in_parts(used, self.weight, parts)
+        if self.bias is None:
+            return [Weights(weight_CW, None) for weight_CW in weights]
+        return list(map(Weights, weights, take_in_parts(used, self.bias, parts)))
+
+    def forward(
+        self,
+        x_TC: Tensor,
+        seq_idx_1T: Tensor,
+        weights: Weights | None = None,
+        halo_HC: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve ``(T, C)`` with all channels' weights, or with ``weights`` of C channels.
+
+        For ``halo_HC`` see `ops.causal_conv1d.api.causal_conv1d`.
+        """
+        weight_CW, bias_C = Weights(self.weight, self.bias) if weights is None else weights
+        return causal_conv1d(
+            *(x_TC, weight_CW, bias_C, seq_idx_1T),
+            activation="silu",
+            backend=self.backend,
+            halo_HC=halo_HC,
+        )
 
 
 class RecurrentMixer(nn.Module):
@@ -53,7 +120,7 @@ class RecurrentMixer(nn.Module):
 
     Heads are split over tensor-parallel ranks, within each segment of the rows of ``in_proj``. This
     class computes on one context-parallel rank. Over several of them, `HeadParallel` exchanges
-    heads, or `PassedStates` passes states.
+    heads, or `StatePassing` passes states.
 
     Args:
         hidden_size: D.
@@ -69,7 +136,7 @@ class RecurrentMixer(nn.Module):
     """
 
     head_parameters: ClassVar[tuple[str, ...]] = ()
-    """Names of the parameters with one value per head, in the order in which `scan_heads` gets them."""
+    """Names of the parameters with one value per head, in the order of `values_of_heads`."""
 
     def __init__(
         self,
@@ -96,15 +163,19 @@ class RecurrentMixer(nn.Module):
         channels = tp.shard(*convolved)
         self.conv_shapes = tuple((segment.count, segment.width) for segment in own_channels)
         """Heads and channels per head of each convolved segment."""
-        self.over_ranks: HeadParallel | PassedStates | None = None
+        self.over_ranks: HeadParallel | StatePassing | None = None
         """Convolution and recurrence over several context-parallel ranks; None on one rank."""
         inner: tuple[int, ...] = (own_z.count * own_z.width,)
         self.shapes: tuple[tuple[int, ...], ...]
         self.shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
         """Columns of the projection as `split` returns them."""
         if passes_states and build.cp.passes_states:
-            self.over_ranks = PassedStates(StatePassing(build.cp, width))
+            from megatron_packed.layers.state_passing import StatePassing
+
+            self.over_ranks = StatePassing(build.cp, width)
         elif build.cp.size > 1:
+            from megatron_packed.layers.head_parallel import HeadParallel
+
             self.over_ranks = HeadParallel(build.cp, own_channels, own_head, values_per_head)
             self.shapes = self._rows(inner, self.conv_shapes, (own_head.count, 1))
         self.in_proj = build.parts.column_parallel(
@@ -176,42 +247,36 @@ class RecurrentMixer(nn.Module):
             packed: metadata of the pack.
         """
         conv_TC, *per_head = columns
+        parameters = self.values_of_heads()
         heads = split_columns(self.conv1d(conv_TC, packed.seq_idx), *self.conv_shapes)
-        return self.scan_heads(heads, per_head, self.values_of_heads(), packed)
+        return self.scan_heads((heads, per_head, parameters), packed)
 
     def values_of_heads(self) -> list[Tensor]:
         """Return the parameters with one value per head, ``(N,)`` each."""
         return [getattr(self, name) for name in self.head_parameters]
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
-        """Run the recurrence of some heads.
-
-        Args:
-            heads: the convolved segments, ``(T, count, width)`` each.
-            per_head: values of each head, ``(T, N)`` each.
-            parameters: `values_of_heads` of these heads.
-            packed: metadata of the pack.
-        Returns:
-            ``(T, N, P)``.
-        """
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
+        """Run the recurrence of some heads; return ``(T, N, P)``."""
         raise NotImplementedError
 
     def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
+        self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
         """Run the recurrence on this rank's part of the pack. See [Note: passed states].
 
-        The other arguments and the result are those of `scan_heads`, with the rows of the part.
+        Inputs and result have the rows of the part.
         """
+        raise NotImplementedError
+
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
+        """Return the state ``(B, N, ...)`` of each document after its last token, for generation.
+
+        Args:
+            inputs: as for `scan_heads`.
+            lengths: number of tokens of each document.
+        """
+        raise NotImplementedError
+
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        """Return the output ``(B, N, P)`` of one more token of each document, and the new state."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,15 +33,17 @@ from torch.nn.functional import pad
 from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
-from megatron_packed.layers.short_convolution import CausalConv1d
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
 
+if TYPE_CHECKING:
+    from megatron_packed.layers.recurrent_mixer import RecurrentMixer
+
 
 class StatePassing:
-    """Parts of a pack, and the messages between them.
+    """Convolution and recurrence of all heads on this rank's part of the pack.
 
     Args:
         cp: context parallelism of this rank, over more than one rank.
@@ -51,6 +53,16 @@ class StatePassing:
     def __init__(self, cp: ContextParallel, width: int) -> None:
         self.cp = cp
         self.halo = width - 1
+
+    def convolve_and_scan(
+        self, mixer: RecurrentMixer, columns: Sequence[Tensor], packed: PackedSeqParams
+    ) -> Tensor:
+        """Run what `RecurrentMixer.convolve_and_scan` runs, on the rows of the part."""
+        conv_TC, *per_head = columns
+        seq_idx_1T = self.seq_idx(packed, self.halo)
+        convolved_TC = mixer.conv1d(conv_TC, seq_idx_1T, halo_HC=self.halo_of(conv_TC))
+        heads = split_columns(convolved_TC, *mixer.conv_shapes)
+        return mixer.scan_part((heads, per_head, mixer.values_of_heads()), packed, self)
 
     def seq_idx(self, packed: PackedSeqParams, halo: int = 0) -> Tensor:
         """Return the document of each slot of this rank's part, ``(1, halo + T / c)``.
@@ -107,38 +119,3 @@ class StatePassing:
             self.cp.rank,
             documents[self.cp.rank, :1],
         )
-
-
-class StatePassingMixer(Protocol):
-    """Mixer that passes states; see `layers.recurrent_mixer.RecurrentMixer`."""
-
-    conv1d: CausalConv1d
-    conv_shapes: tuple[tuple[int, int], ...]
-
-    def values_of_heads(self) -> list[Tensor]: ...
-
-    def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
-    ) -> Tensor: ...
-
-
-class PassedStates:
-    """Convolution and recurrence of all heads on this rank's part of the pack."""
-
-    def __init__(self, passing: StatePassing) -> None:
-        self.passing = passing
-
-    def convolve_and_scan(
-        self, mixer: StatePassingMixer, columns: Sequence[Tensor], packed: PackedSeqParams
-    ) -> Tensor:
-        """Run what `RecurrentMixer.convolve_and_scan` runs, on the rows of the part."""
-        conv_TC, *per_head = columns
-        seq_idx_1T = self.passing.seq_idx(packed, self.passing.halo)
-        convolved_TC = mixer.conv1d(conv_TC, seq_idx_1T, halo_HC=self.passing.halo_of(conv_TC))
-        heads = split_columns(convolved_TC, *mixer.conv_shapes)
-        return mixer.scan_part(heads, per_head, mixer.values_of_heads(), packed, self.passing)

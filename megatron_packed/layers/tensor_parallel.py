@@ -156,23 +156,20 @@ class TensorParallel:
 
         With sequence parallelism each rank computes only the gradient term of its own rows.
         """
-        if self.size == 1:
-            return parameter
-        shard = Shard.replicated(
-            parameter.shape[0], self.size, own_gradients=self.sequence_parallel
-        )
-        return set_shard(parameter, shard)
+        return self._replicated(parameter, own_gradients=self.sequence_parallel)
 
     def use_inside(self, parameter: nn.Parameter) -> nn.Parameter:
         """Mark a replicated parameter that is applied inside the tensor-parallel region.
 
         Each rank computes one term of its gradient, so the terms are summed.
         """
+        return self._replicated(parameter, own_gradients=True)
+
+    def _replicated(self, parameter: nn.Parameter, *, own_gradients: bool) -> nn.Parameter:
         if self.size == 1:
             return parameter
-        return set_shard(
-            parameter, Shard.replicated(parameter.shape[0], self.size, own_gradients=True)
-        )
+        shard = Shard.replicated(parameter.shape[0], self.size, own_gradients=own_gradients)
+        return set_shard(parameter, shard)
 
 
 SINGLE = TensorParallel()

@@ -123,7 +123,7 @@ class TransformerEngineRowParallelLinear(RowParallelLinear):
 
     def forward(self, x_TI: Tensor, joined: JoinedResidual | None = None) -> Tensor:
         assert joined is None, (
-            "`added_product` must not join a residual to TransformerEngine's product"
+            "`joined_residual` must not join a residual to TransformerEngine's product"
         )
         return _run(self, x_TI)
 

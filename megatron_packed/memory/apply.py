@@ -70,10 +70,10 @@ def apply_memory(
             offload_parts(layer, offloaded_parts(config, symbol, number), offload)
         recompute_parts(layer, recomputed_parts(config, symbol))
         if config.layers_per_unit == 1 and config.recomputes_layer(number):
-            replace(layer, "forward", RecomputedLayer(layer, save))
+            layer.forward = RecomputedLayer(layer, save)
     # A unit saves only the input of its first layer, so its layers are not wrapped one by one.
     if config.layers_per_unit > 1:
-        replace(layers, "forward", RecomputedUnits(layers, config.layers_per_unit, save))
+        layers.forward = RecomputedUnits(layers, config.layers_per_unit, save)
 
 
 def offloaded_parts(config: MemoryConfig, symbol: str, number: int) -> list[str]:
@@ -118,7 +118,7 @@ def offload_parts(layer: nn.Module, parts: Sequence[str], offload: Offload) -> N
         method = NORM_FORWARD if before_mixer else "forward"
         call = OffloadedCall(method_of(module, method), scopes, layer)
         call.reason = f"{OFFLOADED} names {part}"
-        replace(module, method, call)
+        setattr(module, method, call)
 
 
 def offload_module(module: nn.Module, offload: Offload) -> None:
@@ -133,7 +133,7 @@ def offload_module(module: nn.Module, offload: Offload) -> None:
         offload: offloader; one object for all modules of a model.
     """
     scopes = SavedTensorScopes(offload.save, offload.min_elements)
-    replace(module, "forward", OffloadedCall(method_of(module, "forward"), scopes, module))
+    module.forward = OffloadedCall(method_of(module, "forward"), scopes, module)
 
 
 def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
@@ -150,10 +150,10 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
             # the generator if the layer has dropout.
             rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
             call = RecomputedCall(method_of(modules[0], "forward"), rewind)
-            replace(modules[0], "forward", call)
+            modules[0].forward = call
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
-        replace(mixer, "forward", RecomputedCall(method_of(mixer, "forward")))
+        mixer.forward = RecomputedCall(method_of(mixer, "forward"))
     # Apply this wrapper after the wrapper of the mixer. A recomputed mixer saves its input, which
     # is the norm's output, and the hook of this wrapper must receive that tensor.
     # The mixer does not read the output of a norm after it.
@@ -175,19 +175,14 @@ def recompute_between(
         reason: reason why both calls stay separate.
     """
     hook = RecomputedBetween(method_of(first, method), method_of(second, "forward"), reason)
-    replace(first, method, hook.first)
-    replace(second, "forward", hook.second)
+    setattr(first, method, hook.first)
+    second.forward = hook.second
 
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a method for a wrapper of it, which may replace it. The wrapper can be pickled."""
     replaced: Callable[..., Any] | None = vars(module).get(name)
     return OwnMethod(module, name) if replaced is None else replaced
-
-
-def replace(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    """Replace a method of one instance by an attribute, which takes precedence over the class."""
-    setattr(module, method, function)
 
 
 def dropouts_of(module: nn.Module) -> list[nn.Dropout]:

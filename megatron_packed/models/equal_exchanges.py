@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.all_to_all import AUTO, SYMMETRIC_MEMORY
-from megatron_packed.distributed.all_to_all import EqualExchange
+from megatron_packed.config.sections.collectives import AUTO, SYMMETRIC_MEMORY
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.symmetric_exchange import connect_exchange, staging_bytes
-from megatron_packed.distributed.symmetric_memory import MOST_RANKS
 from megatron_packed.models.hybrid_model import HybridModel
 
+if TYPE_CHECKING:
+    from megatron_packed.distributed.all_to_all import EqualExchange
+
 OPTION = flags.ALL_TO_ALL_BACKEND
+EXCHANGES = "all-to-alls of equal parts"
+_EXCHANGED = {"cp": "heads", "ep": "rows for experts"}
+"""Parts that the ranks of an axis exchange."""
 
 
 def uses_symmetric_memory(config: RunConfig) -> bool:
@@ -28,6 +32,9 @@ def exchange_bytes(config: RunConfig) -> int:
     """Return the bytes of a rank's staging buffers; 0 without symmetric memory."""
     if not uses_symmetric_memory(config):
         return 0
+    from megatron_packed.distributed.symmetric_exchange import staging_bytes
+    from megatron_packed.distributed.symmetric_memory import MOST_RANKS
+
     sizes = exchanges_of_run(config).values()
     return sum(staging_bytes(size) for size in sizes if size <= MOST_RANKS)
 
@@ -44,6 +51,8 @@ def connect_exchanges(model: HybridModel, config: RunConfig, groups: ParallelGro
     # The configuration decides, so all ranks return here, or all take part in the messages below.
     if not uses_symmetric_memory(config):
         return
+    from megatron_packed.distributed.symmetric_exchange import connect_exchange
+
     for exchange in exchanges_of_model(model, config):
         found = connect_exchange(exchange.group, groups)
         if not isinstance(found, str):
@@ -73,6 +82,19 @@ def exchange_line(model: HybridModel, config: RunConfig) -> str:
     ]
     if not reasons:
         return ""
-    if reason := next(filter(None, reasons), ""):
-        return f"all-to-alls: collectives, because {reason}"
-    return "all-to-alls of equal parts: copies through symmetric memory"
+    reason = next(filter(None, reasons), "")
+    return f"{EXCHANGES}: {by_collective(config, reason) if reason else by_copies(config)}"
+
+
+def by_collective(config: RunConfig, reason: str = "") -> str:
+    """Return what travels by the collective, and why it is not copied if there is a reason."""
+    return f"{_exchanged(config)} travel by the collective{reason and f', because {reason}'}"
+
+
+def by_copies(config: RunConfig) -> str:
+    """Return what is copied."""
+    return f"{_exchanged(config)} are copied through symmetric memory"
+
+
+def _exchanged(config: RunConfig) -> str:
+    return " and ".join(_EXCHANGED[axis] for axis in exchanges_of_run(config))

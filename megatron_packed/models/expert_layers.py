@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from megatron_packed.layers.moe.global_balance import GlobalBalance
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import update_expert_bias
-from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
+
+if TYPE_CHECKING:
+    from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 
 
 class ExpertTotals(NamedTuple):
@@ -55,22 +57,20 @@ class ExpertLayers:
     dtype: torch.dtype
     layers: HybridLayers
     moe_layers: list[HybridMoELayer]
+    num_moe_layers: int
     expert_room: ExpertRoom
     global_balance: GlobalBalance | None
-    mtp: MultiTokenPrediction
+    mtp: MultiTokenPrediction | None
     training: bool
 
     def _join_experts(self, groups: ParallelGroups | None, device: torch.device | str) -> None:
         """Set the attributes that all E layers share; call it after the layers are built."""
         self.moe_layers = [layer for layer in self.layers if isinstance(layer, HybridMoELayer)]
+        self.num_moe_layers = len(self.moe_layers)
         self.expert_room = _shared_room(self.moe_layers, self.config, self.ep, device)
         self.global_balance = GlobalBalance.from_config(
             self.config, len(self.moe_layers), groups, device
         )
-
-    @property
-    def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
 
     def totals_of(self, reports: Sequence[MoEReport]) -> ExpertTotals:
         """Combine the reports of at least one E layer."""
@@ -141,6 +141,6 @@ class ExpertLayers:
         biases: Sequence[Tensor] = [bias for bias in all_biases if bias is not None]
         if biases:
             counts_LE = tokens_per_expert.view(len(biases), -1)
-            if self.config.mtp_use_repeated_layer:
+            if self.mtp is not None and self.config.mtp_use_repeated_layer:
                 biases, counts_LE = self.mtp.joined_counts(biases, counts_LE)
             update_expert_bias(biases, counts_LE, self.config.moe_router_bias_update_rate, skip)

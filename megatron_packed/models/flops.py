@@ -6,7 +6,7 @@ and other elementwise work, the tail of a pack, and values that a kernel compute
 out.
 
 The model on the meta device has the weights of these products, and asks the ops, which state their own
-work (`ops.work`). A weight takes part in 2 operations for each token that uses it.
+work (`ops.backend_dispatch.OpWork`). A weight takes part in 2 operations for each token that uses it.
 
 Operations per token in the forward pass, with hidden size h:
 
@@ -42,16 +42,43 @@ multi-token prediction.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.estimate.parameter_count import active_elements, count_parameters
 from megatron_packed.models.trace import calls_of_ops, complete_model, uses_in_layers
+
+PEAK_BF16_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "GH200": 989.5e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.5e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.5e12,
+    "H800 PCIe": 756e12,
+    "H800": 989.5e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 peak of GPUs in FLOP/s, by which the share of a step in it (MFU) is computed.
+
+The numbers are from the vendor's datasheets, which is half of the figure with sparsity.
+
+The first key that occurs in the device's name as whole words applies; so an RTX A1000 is no A100.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +118,7 @@ class FlopCounter:
             (active_elements(weight, config), uses)
             for weight, uses in uses_in_layers(model).items()
         ]
-        output, outputs = model.output_weight.numel(), 1 + len(model.mtp)
+        output, outputs = model.output_weight.numel(), 1 + config.mtp_depths
         self.projections_per_token = 2 * sum(active * uses for active, uses in layers)
         self.output_per_token = 2 * output * outputs
         self.frozen_projections_per_token = 2 * sum(
@@ -205,8 +232,20 @@ def pairs_in_chunks(length: NDArray[np.float64], chunk: int) -> float:
     return float((full_chunks * chunk**2 + np.square(remainder)).sum()) / 2
 
 
-def model_flops(
-    config: ModelConfig, vocab_size: int, lengths: Sequence[int] | NDArray[np.integer]
-) -> float:
-    """Return the operations of forward and backward pass over documents of ``lengths`` tokens."""
-    return FlopCounter(config, vocab_size).training(lengths).total
+def peak_flops(device: torch.device) -> float | None:
+    """Return the dense bf16 peak of the device in FLOP/s.
+
+    Returns None on a CPU, an unknown GPU or a slice of a GPU; no MFU is shown then.
+    """
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(device_name: str) -> float | None:
+    """Return the dense bf16 peak for the name of a device, e.g. ``NVIDIA H100 80GB HBM3``."""
+    # A MIG slice has a part of the device's peak, and the name does not tell which part.
+    if " MIG " in device_name:
+        return None
+    return next(
+        (peak for key, peak in PEAK_BF16_FLOPS.items() if re.search(rf"\b{key}\b", device_name)),
+        None,
+    )

@@ -11,6 +11,8 @@ the same capacity.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,6 @@ from torch.profiler import record_function
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlapped_collectives import Stage
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
 from megatron_packed.distributed.tensor_parallel_shards import (
@@ -32,15 +33,12 @@ from megatron_packed.layers.build import Build
 from megatron_packed.layers.build_layers import build_layers
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.hybrid_layer import build_norm
+from megatron_packed.layers.hybrid_layer import HybridLayers, build_norm
 from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.layers.moe.layer import MoEReport
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.tensor_parallel import TensorParallel
-from megatron_packed.memory.activation_offload import Offload
-from megatron_packed.memory.apply import apply_memory
 from megatron_packed.models.expert_layers import ExpertLayers, ExpertTotals
-from megatron_packed.models.freeze import freeze_parameters
 from megatron_packed.models.init import initialize
 from megatron_packed.models.lm_head_and_loss import (
     HybridOutput,
@@ -50,11 +48,15 @@ from megatron_packed.models.lm_head_and_loss import (
     scaled_logits,
     whole_logits,
 )
-from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import NO_TABLES
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.overlapped_collectives import Stage
+    from megatron_packed.memory.activation_offload import Offload
+    from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
 
 
 def _offloader(
@@ -63,7 +65,20 @@ def _offloader(
     """Return the given offloader of activations or a new one; None if nothing is offloaded."""
     if not memory.offloads:
         return None
+    from megatron_packed.memory.activation_offload import Offload
+
     return offload or Offload.from_config(memory, device)
+
+
+def _multi_token_prediction(
+    config: ModelConfig, build: Build, layers: HybridLayers
+) -> MultiTokenPrediction | None:
+    """Return the modules of multi-token prediction; None for a model without it."""
+    if not config.mtp_depths:
+        return None
+    from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
+
+    return MultiTokenPrediction(config, build, layers)
 
 
 class HybridModel(ExpertLayers, nn.Module):
@@ -166,7 +181,7 @@ class HybridModel(ExpertLayers, nn.Module):
         self.layers = build_layers(config, build, self.rotary)
         self._main_layers = config.layers_of_depth(0)
         self.final_norm = build_norm(config, build)
-        self.mtp = MultiTokenPrediction(config, build, self.layers)
+        self.mtp = _multi_token_prediction(config, build, self.layers)
         self.output: Output | None = None
         if config.untie_embeddings_and_output_weights:
             self.output = Output(num_rows, config.hidden_size, stored_rows=stored_rows, build=build)
@@ -179,8 +194,13 @@ class HybridModel(ExpertLayers, nn.Module):
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
-        freeze_parameters(self, config.freeze_params)
+        if config.freeze_params:
+            from megatron_packed.models.freeze import freeze_parameters
+
+            freeze_parameters(self, config.freeze_params)
         if self.memory.changes_layers:
+            from megatron_packed.memory.apply import apply_memory
+
             apply_memory(self.layers, config.layer_types, self.memory, self.offload)
 
     def sharded_parameters(self) -> dict[str, ShardedParameter]:
@@ -203,11 +223,13 @@ class HybridModel(ExpertLayers, nn.Module):
 
         The final norms also have the output projection.
         """
+        from megatron_packed.distributed.overlapped_collectives import Stage
+
         main = [self.layers[number] for number in self._main_layers]
         return [
             *(Stage(module, list(module.parameters())) for module in (self.embedding, *main)),
             Stage(self.final_norm, [*self.final_norm.parameters(), self.output_weight]),
-            *self.mtp.stages(self.embedding.weight, self.output_weight),
+            *(self.mtp.stages(self.embedding.weight, self.output_weight) if self.mtp else ()),
         ]
 
     @property
@@ -238,7 +260,7 @@ class HybridModel(ExpertLayers, nn.Module):
         if packed.tables is not NO_TABLES:
             return packed
         self.pack_tables.check(packed)
-        return packed.with_tables(self.pack_tables.derive(packed))
+        return replace(packed, tables=self.pack_tables.derive(packed))
 
     def own_rows(self, x_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the entries of ``x_T`` for the rows of the hidden state that this rank has.
@@ -271,8 +293,10 @@ class HybridModel(ExpertLayers, nn.Module):
         self, hidden_TD: Tensor, labels_T: Tensor, loss_mask_T: Tensor, grad_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy, and that of each token. See `linear_cross_entropy`."""
-        inputs = (self.tp.enter(hidden_TD), self.output_weight, labels_T, loss_mask_T)
-        return self._cross_entropy(*inputs, grad_scale=grad_scale)
+        weight = self.output_weight
+        return self._cross_entropy(
+            self.tp.enter(hidden_TD), weight, labels_T, loss_mask_T, grad_scale=grad_scale
+        )
 
     def forward(
         self,
@@ -326,22 +350,23 @@ class HybridModel(ExpertLayers, nn.Module):
         # gradient and pass on another tensor than ``grad_scale``.
         dtype = torch.promote_types(self.dtype, torch.float32)
         loss_scale, aux_scale = micro_batch.scales.to(dtype).unbind()
-        scales = {"loss_sum": loss_scale}
+        depth_scales = None
         if self.mtp and self.training:
-            scales["depth_loss_sums"] = self.mtp.scales(micro_batch).to(dtype)
+            depth_scales = self.mtp.scales(micro_batch).to(dtype)
         with record_function("forward"):
             output: HybridOutput = self(
-                micro_batch,
-                grad_scale=loss_scale,
-                depth_grad_scales=scales.get("depth_loss_sums"),
+                micro_batch, grad_scale=loss_scale, depth_grad_scales=depth_scales
             )
         with record_function("backward"):
+            losses, scales = [output.loss_sum], [loss_scale]
+            if depth_scales is not None:
+                losses.append(output.depth_loss_sums)
+                scales.append(depth_scales)
             if output.aux_loss.requires_grad:
-                scales["aux_loss"] = aux_scale
-            torch.autograd.backward(
-                [getattr(output, name) for name in scales], list(scales.values())
-            )
-        return HybridOutput(*(value.detach() for value in output))
+                losses.append(output.aux_loss)
+                scales.append(aux_scale)
+            torch.autograd.backward(losses, scales)
+        return HybridOutput(*map(Tensor.detach, output))
 
     def logits(self, tokens_T: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return ``(T, V)`` float32 logits of all tokens, for evaluation and other losses.

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, sharded_parameters
-from megatron_packed.layers.initial_values import Fill, norm_scale, normal, zeros
 from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.layers.moe.router import Router
+from megatron_packed.layers.parameters import Fill, norm_scale, normal, zeros
 
 MOST_THREADS = 8
 

@@ -327,8 +327,7 @@ def _without_boundaries(pack: MicroBatch) -> MicroBatch:
 def observe(model: HybridModel, pack: MicroBatch) -> dict[str, Tensor]:
     """Return outputs, losses and input gradients of all slots; no losses with ``/`` parts."""
     captured: list[Tensor] = []
-    depths = list(model.mtp)
-    final_norm = depths[-1].final_norm if depths else model.final_norm
+    final_norm = list(model.mtp)[-1].final_norm if model.mtp else model.final_norm
     handles = [
         module.register_forward_hook(lambda _module, _inputs, output: captured.append(output))
         for module in (model.embedding, final_norm)

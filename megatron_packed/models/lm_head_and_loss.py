@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_max, all_reduce_sum
-from megatron_packed.distributed.differentiable import gather_last
 from megatron_packed.distributed.tensor_parallel_shards import set_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
@@ -83,6 +82,8 @@ def whole_logits(hidden_TD: Tensor, weight: Tensor, tp: TensorParallel, vocab_si
     if tp.group is None:
         logits_TV = F.linear(hidden_TD, weight[:vocab_size])
     else:
+        from megatron_packed.distributed.differentiable import gather_last
+
         logits_TV = gather_last(F.linear(tp.enter(hidden_TD), weight), tp.group)
     return logits_TV[:, :vocab_size].float()
 

@@ -12,10 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.lm_head_and_loss import HybridOutput
+from megatron_packed.optim.clipping import ZEROS_UNIT
 from megatron_packed.optim.spikes import WATCHED
-from megatron_packed.optim.statistics import ZEROS_UNIT
+
+ASSIGNED, DROPPED, ROWS = "expert_counts", "dropped_assignments", "expert_rows"
+"""Names of counters. See `MetricsLayout.from_model`."""
 
 
 class Reduction(Enum):
@@ -61,12 +66,13 @@ class MetricsLayout:
     """Number of depths of multi-token prediction."""
 
     @classmethod
-    def of(cls, groups: ParallelGroups, model: HybridModel) -> MetricsLayout:
-        counters = {"expert_counts": model.num_moe_layers * (model.config.num_experts or 0)}
+    def from_model(cls, model: HybridModel, groups: ParallelGroups) -> MetricsLayout:
+        """Return the layout of a model's metrics and counters on ``groups``."""
+        counters = {ASSIGNED: model.num_moe_layers * (model.config.num_experts or 0)}
         if model.config.moe_expert_capacity_factor is not None:
-            counters["dropped_assignments"] = model.num_moe_layers
+            counters[DROPPED] = model.num_moe_layers
         if model.bounds_expert_buffers:
-            counters["expert_rows"] = 2 * groups.dp_cp.size
+            counters[ROWS] = 2 * groups.dp_cp.size
         return cls(groups.world_size, counters, model.config.mtp_depths)
 
     @cached_property
@@ -110,12 +116,12 @@ class MetricsLayout:
             metric.name: slice(end - metric.size, end) for metric, end in zip(self.metrics, ends)
         }
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the vector of metrics."""
         return sum(metric.size for metric in self.metrics)
 
-    @property
+    @cached_property
     def extras(self) -> dict[str, int]:
         """Float32 slots that are summed with the gradients: name -> number of elements."""
         return {
@@ -146,6 +152,34 @@ class MetricsLayout:
         # One kernel writes into the memory that is copied to the host. Source and destination have
         # fixed addresses, so a graph can capture it.
         torch.cat([extras[: sum(self.extras.values())], *parts], out=out)
+
+    def values_of(self, numbers: Sequence[float]) -> StepValues:
+        """Return the values in a vector that `write` has filled; further numbers may follow it."""
+        found = {name: numbers[slots] for name, slots in self.slots.items()}
+        units, remainder = found["grad_zeros"]
+        return StepValues(
+            loss=found["loss"][0],
+            aux_loss=found["aux_loss"][0],
+            grad_norm=found["grad_norm"][0],
+            nonfinite=found["nonfinite"][0] != 0,
+            stop_requested=found["stop_requested"][0] != 0,
+            bad_micro_batches={
+                rank: int(number) - 1
+                for rank, number in enumerate(found["bad_micro_batches"])
+                if number > 0
+            },
+            held=found["held"][0] != 0,
+            weights_moved=found["weights_moved"][0] != 0,
+            params_norm=found["params_norm"][0],
+            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
+            no_targets=found["targets"][0] == 0,
+            spikes=tuple(
+                Spike(name, median)
+                for name, median in zip(WATCHED, found["spikes"], strict=True)
+                if median != 0
+            ),
+            mtp_losses=tuple(found.get("mtp_losses", ())),
+        )
 
     def counts_of(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
         """Return the counters that follow the vector in ``numbers``, by name."""
@@ -192,29 +226,43 @@ class StepValues(NamedTuple):
         Args:
             depths: number of depths of multi-token prediction.
         """
-        layout = MetricsLayout(len(values) - MetricsLayout(0, depths=depths).size, depths=depths)
-        found = {name: values[slots] for name, slots in layout.slots.items()}
-        units, remainder = found["grad_zeros"]
-        return cls(
-            loss=found["loss"][0],
-            aux_loss=found["aux_loss"][0],
-            grad_norm=found["grad_norm"][0],
-            nonfinite=found["nonfinite"][0] != 0,
-            stop_requested=found["stop_requested"][0] != 0,
-            bad_micro_batches={
-                rank: int(number) - 1
-                for rank, number in enumerate(found["bad_micro_batches"])
-                if number > 0
-            },
-            held=found["held"][0] != 0,
-            weights_moved=found["weights_moved"][0] != 0,
-            params_norm=found["params_norm"][0],
-            grad_zeros=int(units) * ZEROS_UNIT + int(remainder),
-            no_targets=found["targets"][0] == 0,
-            spikes=tuple(
-                Spike(name, median)
-                for name, median in zip(WATCHED, found["spikes"], strict=True)
-                if median != 0
-            ),
-            mtp_losses=tuple(found.get("mtp_losses", ())),
-        )
+        fixed = MetricsLayout(0, depths=depths).size
+        return MetricsLayout(len(values) - fixed, depths=depths).values_of(values)
+
+
+class ExpertCounts:
+    """Counters of the E layers, which are zeroed with the gradients and summed with them.
+
+    The rows that expert buffers need are maxima, not sums. So each rank of ``dp_cp`` has separate
+    counters, and the sum over ranks leaves the maximum of each rank.
+
+    Args:
+        buffers: flat buffers with the counters.
+        groups: process groups of this rank.
+    """
+
+    def __init__(self, buffers: FlatBuffers, groups: ParallelGroups) -> None:
+        self._counters = buffers.counters
+        # One at this rank's counters, so that the counters of other ranks stay zero here.
+        self._own_R2 = torch.zeros(groups.dp_cp.size, 2, device=buffers.device)
+        self._own_R2[groups.dp_cp.rank] = 1
+
+    def add(self, output: HybridOutput) -> None:
+        self._counters[ASSIGNED].add_(output.tokens_per_expert)
+        if DROPPED in self._counters:
+            self._counters[DROPPED].add_(output.dropped_assignments)
+        if ROWS in self._counters:
+            self._counters[ROWS].maximum_(self._own_R2 * output.expert_rows)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return the counters after the sum over ranks, by name."""
+        return {name: counter.value() for name, counter in self._counters.items()}
+
+
+def most_rows(rows: Sequence[float]) -> tuple[float, float]:
+    """Return the most rows of a rank and of a peer in a step.
+
+    Args:
+        rows: counters of the name `ROWS` that the host received (`MetricsLayout.counts_of`).
+    """
+    return max(rows[::2]), max(rows[1::2])

@@ -10,11 +10,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.kinds.registry import kinds_of
-from megatron_packed.layers.moe.layer import count_valid
 from megatron_packed.packed.later_tokens import reaches
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import (
     DepthTables,
+    KindTables,
     RankOrder,
     Samples,
     SharedTables,
@@ -82,13 +82,20 @@ class PackTables:
             valid_T = self.partition.own(packed.valid, order)
             if positions_T is not None:
                 positions_T = self.partition.own(positions_T, order)
-        of_kinds = [tables_of(packed) for tables_of in self.of_kinds]
+        num_valid = None
+        if self.has_experts:
+            num_valid = packed.valid.sum(dtype=torch.float32).clamp(min=1)
+        of_kinds: dict[type, KindTables] = {}
+        for tables_of in self.of_kinds:
+            tables = tables_of(packed)
+            if tables is not None:
+                of_kinds[type(tables)] = tables
         return SharedTables(
             rank_order=rank_order,
             rank_valid=valid_T,
-            of_kinds={type(tables): tables for tables in of_kinds if tables is not None},
+            of_kinds=of_kinds,
             rope_position_ids=positions_T,
-            num_valid=count_valid(packed) if self.has_experts else None,
+            num_valid=num_valid,
             samples=self._samples(packed, packed.valid, order)
             if self.balances_documents or self.sample_shape
             else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,11 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.context_parallel import communication_of
-from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.tensor_overlap import overlap_of
+
+if TYPE_CHECKING:
+    from megatron_packed.memory.activation_offload import Offload
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -48,6 +51,8 @@ def offload_of(config: RunConfig, device: torch.device | str) -> Offload | None:
     """Return the object that offloads activations to the host; None without offload."""
     if not config.memory.offloads:
         return None
+    from megatron_packed.memory.activation_offload import Offload
+
     return Offload.from_config(config.memory, device, forced_buffers(os.environ, []))
 
 

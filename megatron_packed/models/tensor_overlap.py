@@ -9,7 +9,6 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
-from megatron_packed.distributed.symmetric_memory import DTYPE, connect, workspace_bytes
 from megatron_packed.models.hybrid_model import HybridModel
 
 
@@ -44,12 +43,16 @@ def symmetric_bytes(config: RunConfig, dtype: torch.dtype) -> int:
 
     All rows that linear layers exchange have the width of the hidden state.
     """
-    if not overlap_of(config).fuses or dtype != DTYPE:
+    if not overlap_of(config).fuses:
         return 0
-    return _workspace_bytes(config, dtype)
+    from megatron_packed.distributed.symmetric_memory import DTYPE
+
+    return _workspace_bytes(config, dtype) if dtype == DTYPE else 0
 
 
 def _workspace_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    from megatron_packed.distributed.symmetric_memory import workspace_bytes
+
     rows = config.packing.tokens_per_pack // config.parallel.ranks_per_row
     return workspace_bytes(rows, config.model.hidden_size, dtype)
 
@@ -64,6 +67,8 @@ def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroup
     # The configuration decides, so all ranks return here, or all take part in the messages below.
     if products is None or not products.overlap.fuses:
         return
+    from megatron_packed.distributed.symmetric_memory import connect
+
     nbytes = _workspace_bytes(config, model.dtype)
     found = connect(products.group, groups, model.dtype, nbytes)
     if isinstance(found, str):

@@ -19,7 +19,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.layers.embedding import Embedding
-from megatron_packed.layers.short_convolution import CausalConv1d
+from megatron_packed.layers.recurrent_mixer import CausalConv1d
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import Output
 from megatron_packed.models.run_model import build_model

@@ -22,18 +22,17 @@ counted, and it decides whether operations are joined.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
-
-from megatron_packed.ops.work import NO_WORK, OpWork
 
 _REMEMBERED = 1024
 
@@ -55,6 +54,8 @@ class Backend:
             backends, ``module:name`` names a class in it.
         automatic: True if ``auto`` may choose the backend. Backends that are slow by design are
             used only if they are requested by name.
+        gpu_only: True if only GPUs, or Triton's interpreter, run the backend. A choice for another
+            device then does not import the module; only a report of the reasons does.
         on_meta: backend that stands for this one on the meta device, if the op's does not. See
             [Note: ops of a planned rank].
     """
@@ -63,6 +64,7 @@ class Backend:
     module: str
     automatic: bool = True
     on_meta: Backend | None = None
+    gpu_only: bool = False
 
     def load(self) -> ModuleType:
         """Import and return the module, or the class in it, that has the backend's functions."""
@@ -87,9 +89,23 @@ class Backend:
         find_reasons = getattr(module, "not_supported_reasons", None)
         return [] if find_reasons is None else list(find_reasons(inputs))
 
+    def supports(self, inputs: Hashable) -> bool:
+        """Return whether there is no reason against ``inputs``."""
+        if self.gpu_only and getattr(inputs, "device_type", "cuda") != "cuda" and not interprets():
+            return False
+        return not self.reasons(inputs)
+
+
+def interprets() -> bool:
+    """Return whether Triton's interpreter runs the kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
 
 def is_on_meta(inputs: Hashable) -> bool:
     return getattr(inputs, "device_type", None) == "meta"
+
+
+GPUBackend = partial(Backend, gpu_only=True)
 
 
 class Choices(dict[tuple[str, Hashable], Backend]):
@@ -110,6 +126,27 @@ class Choices(dict[tuple[str, Hashable], Backend]):
             self.clear()
         chosen = self[key] = self._choose(*key)
         return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpWork:
+    """Operations of one call of an op in the forward pass, apart from products with weights.
+
+    It contains products, and no elementwise work.
+    """
+
+    per_token: int = 0
+    per_visible_pair: int = 0
+    """Operations for a token and each token that it sees in its document."""
+    window: int | None = None
+    """Number of tokens that a token sees; None for all earlier tokens and itself."""
+    chunk: int = 1
+    """Number of tokens in which a document is divided."""
+    per_pair_in_chunk: int = 0
+    per_chunk: int = 0
+
+
+NO_WORK = OpWork()
 
 
 class Op:
@@ -178,12 +215,10 @@ class Op:
         candidates = [
             b for b in self.backends if (b.automatic if backend == "auto" else b.name == backend)
         ]
-        refusals = []
         for candidate in candidates:
-            reasons = candidate.reasons(inputs)
-            if not reasons:
+            if candidate.supports(inputs):
                 return candidate
-            refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
+        refusals = [f"{each.name}: {'; '.join(each.reasons(inputs))}" for each in candidates]
         refusal = (
             "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
         )
@@ -252,7 +287,7 @@ class _PlannedRank:
         # A backend that joins operations is the first of its op, and its choice has an effect on
         # other requests.
         first = op.backends[0]
-        if first.on_meta and backend in ("auto", first.name) and not first.reasons(inputs):
+        if first.on_meta and backend in ("auto", first.name) and first.supports(inputs):
             return first.on_meta
         named = (each.on_meta for each in op.backends[1:] if each.name == backend and each.on_meta)
         return next(named, op.on_meta)

@@ -10,36 +10,36 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty_like
+from torch import Tensor
+
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
 
 _MANY_FEATURES = 1024
 
 
-def add_partial_sums(
-    parts_XD: Tensor, weight_D: Tensor, main_grad_D: Tensor | None
-) -> Tensor | None:
-    """Return the weight's gradient in its dtype; with ``main_grad_D``, add it there and return None.
+def add_partial_sums(parts: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """Return the weight's gradient in its dtype; with ``main_grad``, add it there and return None.
 
     Args:
-        parts_XD: ``(X, D)`` fp32, contiguous; one row per program of the backward kernel.
-        weight_D: ``(D,)``.
-        main_grad_D: ``(D,)`` fp32 or None.
+        parts: ``(X, *weight.shape)`` fp32, contiguous; one part per program of the backward kernel.
+        weight: of any shape.
+        main_grad: fp32 of the same shape, contiguous; or None.
     """
-    programs, features = parts_XD.shape
-    out_D = empty_like(weight_D) if main_grad_D is None else main_grad_D
+    programs, features = parts.shape[0], weight.numel()
+    out = weight.new_empty(weight.shape) if main_grad is None else main_grad.view(-1)
     # Few features make few programs, so each program has more parts at a time.
     block_p, block_d, warps = (64, 16, 4) if features >= _MANY_FEATURES else (256, 8, 8)
     _sum_kernel[(triton.cdiv(features, block_d),)](
-        parts_XD,
-        out_D,
+        parts,
+        out,
         programs,
         FEATURES=features,
-        ADD=main_grad_D is not None,
+        ADD=main_grad is not None,
         BLOCK_P=block_p,
         BLOCK_D=block_d,
         num_warps=warps,
     )
-    return out_D if main_grad_D is None else None
+    return out if main_grad is None else None
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -61,11 +61,9 @@ def _sum_kernel(
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
-        mask = (program < programs)[:, None] & real[None, :]
-        total += tl.load(
-            parts_ptr + program[:, None] * FEATURES + column[None, :], mask=mask, other=0.0
-        )
+        mask = mask_of(program < programs, real)
+        total += load(rows_at(parts_ptr, program, FEATURES, column), mask)
     result = tl.sum(total, axis=0)
     if ADD:
-        result += tl.load(out_ptr + column, mask=real, other=0.0)
-    tl.store(out_ptr + column, result.to(out_ptr.dtype.element_ty), mask=real)
+        result += load(out_ptr + column, real)
+    tl.store(out_ptr + column, result, mask=real)

@@ -56,6 +56,15 @@ def device_reasons(device_type: str) -> list[str]:
     return []
 
 
+def alignment_reasons(**sizes: int) -> list[str]:
+    """Return the sizes of rows that `ALIGNMENT` does not divide, with words for underscores."""
+    return [
+        f"{name.replace('_', ' ')} ({size}) is not divisible by {ALIGNMENT}"
+        for name, size in sizes.items()
+        if size % ALIGNMENT
+    ]
+
+
 def bound_plans(*caches: MutableMapping[Any, Any]) -> None:
     """Empty quack's caches of launch plans that are large: they get a plan for each number of rows.
 

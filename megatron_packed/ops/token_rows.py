@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
+
 _ROWS = 8
 _WIDEST_BLOCK = 1024
 """Features of a program: a block of rows has 32 values per thread."""
@@ -68,17 +70,13 @@ def _add_rows_kernel(
         column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         real = column < FEATURES
         table_row = table_ptr + token.to(tl.int64) * FEATURES + column
-        total = tl.load(table_row, mask=real, other=0.0)
+        total = load(table_row, real)
         count = ROWS
         while count == ROWS:
             places = place + tl.arange(0, ROWS)
             same = tl.load(sorted_ptr + places, mask=places < tokens, other=-1) == token
-            row = tl.load(order_ptr + places, mask=same, other=0).to(tl.int64)
-            x = tl.load(
-                rows_ptr + row[:, None] * stride + column[None, :],
-                mask=same[:, None] & real[None, :],
-                other=0.0,
-            )
+            row = load(order_ptr + places, same).to(tl.int64)
+            x = load(rows_at(rows_ptr, row, stride, column), mask_of(same, real))
             total += tl.sum(x.to(tl.float32), axis=0)
             count = tl.sum(same.to(tl.int32), axis=0)
             place += ROWS

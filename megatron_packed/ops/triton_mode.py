@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 from functools import cache
 
 import torch
 
-from megatron_packed.config.triton_assembler import release_of
-
-
-def interprets() -> bool:
-    """Return whether Triton's interpreter runs the kernels."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+from megatron_packed.config.environment_variables import release_of
+from megatron_packed.ops.backend_dispatch import interprets
 
 
 def splits_into_bf16() -> bool:

@@ -20,6 +20,8 @@ ROW_ELEMENTS = 4096
 """Elements of a row. The length of every flat gradient buffer and of every rank's part of it is a
 multiple of this number.
 """
+ZEROS_UNIT = 1 << 24
+"""Largest range of integers that float32 represents exactly; larger counts are split by it."""
 _EPSILON = 1e-6
 """Added to the norm before the division, as torch.nn.utils.clip_grad_norm_ and Megatron do."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from megatron_packed.optim.adamw import (
 )
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
-from megatron_packed.optim.statistics import Statistics
 
 if TYPE_CHECKING:
     from megatron_packed.config.sections.optim import OptimizerConfig
@@ -119,6 +119,12 @@ class Optimizer:
         self._norm_group = norm_group or buffers.ownership.group
         # Indexed by the number of the bucket.
         self._masters = [self._master_of(bucket) for bucket in layout.buckets]
+        self._low_masters = [
+            (bucket, master)
+            for bucket, master in zip(layout.buckets, self._masters)
+            if bucket.part.dtype == torch.bfloat16
+        ]
+        """Masters of bf16 parameters, each with its bucket."""
         self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
         numel = self._state_base.pop()
         self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
@@ -131,14 +137,18 @@ class Optimizer:
         """Number of applied steps; skipped steps are not counted."""
         gradients, masters = self._counted(copies or {}, counted_elsewhere)
         self._gradients = gradients
-        self._statistics = Statistics(
-            gradients,
-            masters,
-            elements=count_zeros_of,
-            params_norm=params_norm,
-            group=self._norm_group,
-            device=device,
-        )
+        self._statistics: Statistics | None = None
+        if params_norm or count_zeros_of is not None:
+            from megatron_packed.optim.statistics import Statistics
+
+            self._statistics = Statistics(
+                gradients,
+                masters,
+                elements=count_zeros_of,
+                params_norm=params_norm,
+                group=self._norm_group,
+                device=device,
+            )
         self._stats = self._make_stats()
         self._slices = self._slices_by_decay(
             self.weight_decay if weight_decay_changes else weight_decay
@@ -146,19 +156,8 @@ class Optimizer:
         self.reset_masters()
 
     @classmethod
-    def from_config(
-        cls,
-        buffers: FlatBuffers,
-        config: OptimizerConfig,
-        *,
-        norm_group: dist.ProcessGroup | None = None,
-        copies: Mapping[BufferPart, int] | None = None,
-        counted_elsewhere: Sequence[tuple[int, int]] = (),
-        params_norm: bool = False,
-        count_zeros_of: int | None = None,
-        spikes: SpikeDetector | None = None,
-    ) -> Optimizer:
-        """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
+    def from_config(cls, buffers: FlatBuffers, config: OptimizerConfig, **others: Any) -> Optimizer:
+        """Build an optimizer with the values of ``config``; for ``others`` see `Optimizer`."""
         return cls(
             buffers,
             beta1=config.adam_beta1,
@@ -167,13 +166,8 @@ class Optimizer:
             weight_decay=config.weight_decay,
             weight_decay_changes=config.weight_decay_changes,
             clip_grad=config.clip_grad,
-            norm_group=norm_group,
-            copies=copies,
-            counted_elsewhere=counted_elsewhere,
-            params_norm=params_norm,
-            count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
-            spikes=spikes,
+            **others,
         )
 
     def _counted(
@@ -200,14 +194,15 @@ class Optimizer:
 
     def _make_stats(self) -> StepStats:
         """Return the tensors into which every step writes its statistics."""
-        device, spikes = self.buffers.device, self.spikes
+        zero = partial(torch.zeros, dtype=torch.float32, device=self.buffers.device)
+        statistics, spikes = self._statistics, self.spikes
         return StepStats(
-            grad_norm=torch.zeros((), dtype=torch.float32, device=device),
-            nonfinite=torch.zeros((), dtype=torch.float32, device=device),
-            skipped=torch.zeros((), dtype=torch.float32, device=device),
-            params_norm=self._statistics.params_norm,
-            grad_zeros=self._statistics.grad_zeros,
-            spikes=torch.zeros(len(WATCHED), device=device) if spikes is None else spikes.medians,
+            grad_norm=zero(()),
+            nonfinite=zero(()),
+            skipped=zero(()),
+            params_norm=zero(()) if statistics is None else statistics.params_norm,
+            grad_zeros=zero(2) if statistics is None else statistics.grad_zeros,
+            spikes=zero(len(WATCHED)) if spikes is None else spikes.medians,
         )
 
     def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
@@ -258,6 +253,7 @@ class Optimizer:
             self.set_lr(lr)
         norm, nonfinite = norm_and_flag(self._gradients, loss, group=self._norm_group)
         skip = nonfinite if hold is None else nonfinite.maximum((hold > 0).to(torch.float32))
+        divisor = clip_divisor(norm, self.clip_grad) if self.clip_grad > 0 else None
         if self.spikes is not None:
             assert loss is not None, "the loss of each step is watched"
             skip = self.spikes.observe(loss, norm, skip)
@@ -266,14 +262,16 @@ class Optimizer:
             lr=self.lr,
             step=self.steps,
             skip=skip,
-            grad_divisor=clip_divisor(norm, self.clip_grad) if self.clip_grad > 0 else None,
+            grad_divisor=divisor,
             beta1=self._betas[0],
             beta2=self._betas[1],
             eps=self._eps,
         )
-        self._statistics.before_update()
+        if self._statistics is not None:
+            self._statistics.before_update()
         self._run(self._slices, control)
-        self._statistics.after_update()  # before the gather of the parameters begins
+        if self._statistics is not None:
+            self._statistics.after_update()  # before the gather of the parameters begins
         self.write_params()
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)
@@ -284,7 +282,7 @@ class Optimizer:
     def write_params(self) -> None:
         """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded."""
         self.buffers.wait_params()
-        for bucket, master in self._low_masters():
+        for bucket, master in self._low_masters:
             self.buffers.owned_params(bucket).copy_(master)
         self.buffers.gather_params()
 
@@ -292,18 +290,13 @@ class Optimizer:
     def reset_masters(self) -> None:
         """Copy the bf16 parameters to the masters; call it after weights are loaded without masters."""
         self.buffers.wait_params()
-        for bucket, master in self._low_masters():
+        for bucket, master in self._low_masters:
             master.copy_(self.buffers.owned_params(bucket))
 
     def _master_of(self, bucket: Bucket) -> Tensor:
         """Return this rank's masters of a bucket: its float32 parameters, or a float32 copy of bf16."""
         params = self.buffers.owned_params(bucket)
         return params.float() if bucket.part.dtype == torch.bfloat16 else params
-
-    def _low_masters(self) -> list[tuple[Bucket, Tensor]]:
-        """Return the masters of bf16 parameters, each with its bucket."""
-        pairs = zip(self.buffers.layout.buckets, self._masters)
-        return [(bucket, master) for bucket, master in pairs if bucket.part.dtype == torch.bfloat16]
 
     def state_shards(self) -> dict[str, Tensor]:
         """Return this rank's state as 1-D float32 views by global name.

@@ -96,9 +96,9 @@ class SpikeDetector:
         Returns:
             0-d float32: ``skip``, or 1 for a spike under the policy ``skip``.
         """
-        values = all_reduce_max(
-            torch.cat([loss.reshape(1), grad_norm.reshape(1)]).to(torch.float32), self._group
-        )
+        values = torch.cat([loss.reshape(1), grad_norm.reshape(1)]).to(torch.float32)
+        if self._group is not None:
+            values = all_reduce_max(values, self._group)
         observed = skip == 0
         num_recent = (self.recent[0] < math.inf).sum()
         middle = ((num_recent - 1) // 2).clamp(min=0)

@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.collectives import all_reduce_sum
-from megatron_packed.optim.clipping import Counted, nonzeros, share, square
-
-ZEROS_UNIT = 1 << 24
-"""Largest range of integers that float32 represents exactly; larger counts are split by it."""
+from megatron_packed.optim.clipping import ZEROS_UNIT, Counted, nonzeros, share, square
 
 
 class Statistics:

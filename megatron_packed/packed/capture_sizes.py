@@ -81,7 +81,7 @@ class CaptureSizes:
     Raises:
         ValueError: no capture sizes.
     Example:
-        ``CaptureSizes.of([64, 16], 8192)``: a pack of 9 documents gets the size with capacity 16, a
+        ``CaptureSizes.from_capacities([64, 16], 8192)``: a pack of 9 documents gets the size with capacity 16, a
         pack of 17 documents the size with capacity 64, and a pack of 65 documents no size.
     """
 
@@ -96,7 +96,7 @@ class CaptureSizes:
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @classmethod
-    def of(cls, capacities: Iterable[int], total_tokens: int) -> CaptureSizes:
+    def from_capacities(cls, capacities: Iterable[int], total_tokens: int) -> CaptureSizes:
         """Build the sizes of several capacities, each with ``total_tokens`` as bound of the rows."""
         return cls(tuple(CaptureSize(capacity, total_tokens) for capacity in capacities))
 

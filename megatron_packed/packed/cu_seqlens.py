@@ -135,3 +135,20 @@ def longest_document(cu_seqlens: Int32Array) -> int:
     rows.
     """
     return int(np.diff(cu_seqlens).max())
+
+
+def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
+    """Return the length of the longest row, or the larger bound ``max_seqlen``.
+
+    Raises:
+        ValueError: ``max_seqlen`` is below the longest row, so kernels would skip the row's end.
+    """
+    longest = longest_document(cu_seqlens)
+    if max_seqlen is None:
+        return longest
+    if max_seqlen < longest:
+        raise ValueError(
+            f"max_seqlen ({max_seqlen}) is below the longest row of the pack ({longest} tokens, including the tail); "
+            f"pass at least {longest}, or total_tokens, which is enough for every pack."
+        )
+    return max_seqlen

@@ -8,9 +8,9 @@ belongs to another document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,12 @@ from megatron_packed.packed.cu_seqlens import (
     Int32Array,
     aligned,
     as_lengths,
+    bounded_max_seqlen,
     cu_seqlens_from_lengths,
 )
 from megatron_packed.packed.host_to_device_buffer import BufferLayout
 from megatron_packed.packed.params import (
     PackedSeqParams,
-    bounded_max_seqlen,
     packed_fields,
     write_packed,
 )
@@ -84,6 +84,16 @@ def _buffer_layout(total_tokens: int, capacity: int) -> BufferLayout:
             *packed_fields(total_tokens, capacity),
         ]
     )
+
+
+class HostNumbers(NamedTuple):
+    """Attributes of a micro-batch and of its metadata that are on the host."""
+
+    num_seqs: int
+    max_seqlen: int
+    cu_seqlens_cpu: Tensor
+    num_real_tokens: int
+    num_target_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -144,41 +154,37 @@ class MicroBatch:
                 its document, or values other than 0 and 1. Also if a token is not an integer from 0
                 to ``vocab_size - 1``; without ``vocab_size`` the limit is ``2**31 - 1``.
         """
-        lengths = [len(tokens) for tokens, _ in documents]
+        lengths = as_lengths([len(tokens) for tokens, _ in documents])
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
+        max_seqlen = bounded_max_seqlen(cu_seqlens, max_seqlen)
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
         buffer = layout.buffer.allocate()
         views = layout.buffer.views(buffer)
-        write_packed(views, cu_seqlens, as_lengths(lengths))
+        write_packed(views, cu_seqlens, lengths)
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))
         if scales is None:
             scales = _own_scales(views)
         views["scales"].numpy()[:] = scales[:2]
         views["depth_scales"].numpy()[: len(scales) - 2] = scales[2:]
-        return cls._from_buffer(
-            buffer,
-            layout,
-            num_seqs=len(documents),
-            max_seqlen=bounded_max_seqlen(cu_seqlens, max_seqlen),
-            cu_seqlens_cpu=torch.from_numpy(cu_seqlens),
-            num_real_tokens=sum(lengths),
-            num_target_tokens=num_target_tokens,
+        numbers = HostNumbers(
+            len(documents),
+            max_seqlen,
+            torch.from_numpy(cu_seqlens),
+            int(lengths.sum()),
+            num_target_tokens,
         )
+        return cls._from_buffer(buffer, layout, numbers, views)
 
     @classmethod
     def _from_buffer(
         cls,
         buffer: Tensor,
         layout: MicroBatchLayout,
-        *,
-        num_seqs: int,
-        max_seqlen: int,
-        cu_seqlens_cpu: Tensor,
-        num_real_tokens: int,
-        num_target_tokens: int,
+        numbers: HostNumbers,
+        views: Mapping[str, Tensor] | None = None,
     ) -> MicroBatch:
-        views = layout.buffer.views(buffer)
+        views = layout.buffer.views(buffer) if views is None else views
         return cls(
             buffer=buffer,
             layout=layout,
@@ -188,10 +194,24 @@ class MicroBatch:
             scales=views["scales"],
             depth_scales=views["depth_scales"],
             packed=PackedSeqParams.from_views(
-                views, num_seqs=num_seqs, max_seqlen=max_seqlen, cu_seqlens_cpu=cu_seqlens_cpu
+                views,
+                num_seqs=numbers.num_seqs,
+                max_seqlen=numbers.max_seqlen,
+                cu_seqlens_cpu=numbers.cu_seqlens_cpu,
             ),
-            num_real_tokens=num_real_tokens,
-            num_target_tokens=num_target_tokens,
+            num_real_tokens=numbers.num_real_tokens,
+            num_target_tokens=numbers.num_target_tokens,
+        )
+
+    @property
+    def _numbers(self) -> HostNumbers:
+        packed = self.packed
+        return HostNumbers(
+            packed.num_seqs,
+            packed.max_seqlen,
+            packed.cu_seqlens_cpu,
+            self.num_real_tokens,
+            self.num_target_tokens,
         )
 
     def __repr__(self) -> str:
@@ -203,10 +223,7 @@ class MicroBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker sends one tensor to the main process in place of one for each view.
-        facts = ("num_seqs", "max_seqlen", "cu_seqlens_cpu")
-        host = {name: getattr(self.packed, name) for name in facts}
-        counts = {name: getattr(self, name) for name in ("num_real_tokens", "num_target_tokens")}
-        return partial(MicroBatch._from_buffer, **host, **counts), (self.buffer, self.layout)
+        return MicroBatch._from_buffer, (self.buffer, self.layout, self._numbers)
 
     def with_buffer(self, buffer: Tensor) -> MicroBatch:
         """Return the same micro-batch with its tensors in another buffer, without shared tables.
@@ -216,15 +233,7 @@ class MicroBatch:
         Raises:
             ValueError: ``buffer`` has another size or dtype.
         """
-        return self._from_buffer(
-            buffer,
-            self.layout,
-            num_seqs=self.packed.num_seqs,
-            max_seqlen=self.packed.max_seqlen,
-            cu_seqlens_cpu=self.packed.cu_seqlens_cpu,
-            num_real_tokens=self.num_real_tokens,
-            num_target_tokens=self.num_target_tokens,
-        )
+        return self._from_buffer(buffer, self.layout, self._numbers)
 
     def pin_memory(self) -> MicroBatch:
         """Return a copy in pinned memory, from which `to` can copy without blocking the host."""

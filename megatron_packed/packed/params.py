@@ -21,9 +21,9 @@ from megatron_packed.packed.cu_seqlens import (
     Int32Array,
     aligned,
     as_lengths,
+    bounded_max_seqlen,
     cu_seqlens_from_lengths,
     lengths_from_cu_seqlens,
-    longest_document,
 )
 from megatron_packed.packed.host_to_device_buffer import BufferLayout
 from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
@@ -198,20 +198,3 @@ def write_packed(
         tokens_of_row[views["seq_idx"].numpy()[0]],
         out=views["valid"].numpy(),
     )
-
-
-def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
-    """Return the length of the longest row, or the larger bound ``max_seqlen``.
-
-    Raises:
-        ValueError: ``max_seqlen`` is below the longest row, so kernels would skip the row's end.
-    """
-    longest = longest_document(cu_seqlens)
-    if max_seqlen is None:
-        return longest
-    if max_seqlen < longest:
-        raise ValueError(
-            f"max_seqlen ({max_seqlen}) is below the longest row of the pack ({longest} tokens, including the tail); "
-            f"pass at least {longest}, or total_tokens, which is enough for every pack."
-        )
-    return max_seqlen

@@ -19,8 +19,6 @@ _LINE_BYTES = 64 << 20
 """Maximum bytes of a line; the answers of a run to its sample prompts take far fewer."""
 _DIGITS = 300
 """Digits from which a whole number may be larger than the largest float."""
-NON_FINITE, NO_TARGETS, SPIKE = "non-finite", "no targets", "spike"
-"""Values of ``skip_reason`` in a log: reasons why the update of a step was not applied."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +236,6 @@ def steady(steps: Sequence[Record]) -> Sequence[Record]:
 def number_in(record: Record, name: str) -> float:
     """Return a field as a number; non-finite numbers are text in the log, since JSON lacks them."""
     return float(record[name])  # type: ignore[arg-type]
-
-
-def best_validation(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """Return (step, loss) of the lowest finite loss; None without one."""
-    finite = [step_and_loss for step_and_loss in losses if math.isfinite(step_and_loss[1])]
-    return min(finite, key=lambda step_and_loss: step_and_loss[1], default=None)
 
 
 def numbers_in(records: Sequence[Record], name: str) -> list[float]:

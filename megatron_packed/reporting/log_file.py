@@ -1,4 +1,4 @@
-"""File of ``--log-jsonl``: which run it belongs to, its lock, and the lines that a run continues.
+"""File of ``--log-jsonl``: which run it belongs to, its lock, the lines that a run continues, writer.
 
 [Note: whose log it is]
 The field ``run`` of a log has the ``id`` of the run, which all its checkpoints share. It also has
@@ -19,8 +19,10 @@ Logs of earlier versions have no id. The lines of the checkpoint's step decide: 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import time
@@ -37,7 +39,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.run import RunConfig
-from megatron_packed.files.written_files import open_new, replacing, resolve_output
+from megatron_packed.files.written_files import open_new, replacing, resolve_output, try_lock
 
 STARTS = "starts"
 """Field of the log: one entry for each start of the run, with the step before it and the time."""
@@ -270,7 +272,7 @@ class LogFile:
             )
         except FileNotFoundError:
             return True
-        if not _lock(descriptor):
+        if try_lock(descriptor) is False:
             os.close(descriptor)
             return False
         # Another run may have replaced the file between the open and the lock.
@@ -356,7 +358,7 @@ class LogFile:
             file.write(data)
             file.flush()
             descriptor = os.dup(file.fileno())
-            _lock(descriptor)
+            try_lock(descriptor)
         self.close()
         self._descriptor = descriptor
 
@@ -385,7 +387,7 @@ class LogFile:
             descriptor = open_new(self.path)
         except FileExistsError:
             raise self._in_use() from None
-        if not _lock(descriptor):
+        if try_lock(descriptor) is False:
             os.close(descriptor)
             raise self._in_use()
         self._descriptor = descriptor
@@ -433,15 +435,74 @@ class LogFile:
         return ConfigError([Problem(flags.LOG_JSONL, self._given, rule, cure, node_dependent=True)])
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file; return False if another process holds the lock.
+class JsonlWriter:
+    """Writer of a JSONL file: one object per line, each line by a single write.
 
-    On a file system without locks, other runs are not excluded.
+    Single writes keep lines complete if the run is killed.
+
+    Args:
+        file: the log, which the run has begun (`LogFile.begin`).
+        opening: additional fields of the first line that is written. Fields whose values are already
+            in the earlier lines are left out. The entries of `STARTS` follow those of earlier lines.
+        earlier: the lines that this run continues.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+
+    def __init__(
+        self,
+        file: LogFile,
+        opening: Mapping[str, object] | None = None,
+        earlier: EarlierLines = NO_LINES,
+    ) -> None:
+        self._file = file
+        self._has_metrics = False
+        new = json.loads(json.dumps(dict(opening or {})))
+        said: dict[str, object] = {}
+        for record in earlier.records:
+            said |= {name: record[name] for name in new if name in record}
+        if STARTS in new:
+            new[STARTS] = [*earlier.starts, *new[STARTS]]
+        self._opening = {name: value for name, value in new.items() if said.get(name) != value}
+
+    def write(self, record: dict[str, object]) -> None:
+        """Append a record of a step or an evaluation as one line.
+
+        Raises:
+            OSError: the line could not be written; the file still has only complete lines.
+        """
+        self._has_metrics = True
+        self._append(record)
+
+    def note(self, record: dict[str, object]) -> None:
+        """Append a record that holds no metrics, for example that of a saved checkpoint.
+
+        Before the first metrics nothing is written, so that a finished run that is started again
+        does not change its log.
+
+        Raises:
+            OSError: as in `write`.
+        """
+        if self._has_metrics:
+            self._append(record)
+
+    def _append(self, record: dict[str, object]) -> None:
+        complete = {**record, **self._opening}
+        line = (
+            json.dumps(
+                {key: _finite(value) for key, value in complete.items()}, allow_nan=False
+            ).encode()
+            + b"\n"
+        )
+        if not self._file.append(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.path))
+        # Written only once: readers accept these fields in any line.
+        self._opening = {}
+
+    def close(self, *, failed: bool = False) -> None:
+        self._file.close()
+
+
+def _finite(value: object) -> object:
+    """Return a value for JSON: a non-finite number becomes text, since JSON cannot express it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

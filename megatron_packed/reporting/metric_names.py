@@ -65,13 +65,13 @@ _DATA = (
     "pack_fill",
     "epoch",
 )
-NAMES: dict[str, str] = {
-    "lm_loss": "train/loss",
-    **{name: f"train/{name}" for name in _TRAIN},
-    **{name: f"perf/{name}" for name in _PERF},
-    **{name: f"data/{name}" for name in _DATA},
+SECTIONS = {
+    "lm_loss": "train",
+    **dict.fromkeys(_TRAIN, "train"),
+    **dict.fromkeys(_PERF, "perf"),
+    **dict.fromkeys(_DATA, "data"),
 }
-"""Field of the log -> name in a tracking service."""
+"""Field of the log -> section of a tracking service."""
 
 
 def tracked_name(field: str) -> str:
@@ -81,9 +81,9 @@ def tracked_name(field: str) -> str:
         ``valid_loss`` is ``valid/loss``, and ``grad_norm`` is ``train/grad_norm``.
     """
     group, _, name = field.partition("_")
-    if group in ("valid", "test") and name:
+    if name and group in ("valid", "test"):
         return f"{group}/{name}"
-    return NAMES.get(field, f"train/{field}")
+    return f"{SECTIONS.get(field, 'train')}/{'loss' if field == 'lm_loss' else field}"
 
 
 def tracked(record: Mapping[str, object]) -> dict[str, float]:
@@ -98,13 +98,8 @@ def tracked(record: Mapping[str, object]) -> dict[str, float]:
     }
     for group in ("valid", "test"):
         if (loss := metrics.get(f"{group}/loss")) is not None:
-            metrics[f"{group}/perplexity"] = perplexity(loss)
+            metrics[f"{group}/perplexity"] = math.exp(min(loss, LARGEST_LOSS))
     return metrics
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the power of a loss in nats, at most e to `LARGEST_LOSS`."""
-    return math.exp(min(loss, LARGEST_LOSS))
 
 
 def answers_text(record: Mapping[str, object]) -> str:

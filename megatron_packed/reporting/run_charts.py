@@ -22,7 +22,7 @@ from megatron_packed.reporting.curves import (
     smoothed,
     steady,
 )
-from megatron_packed.reporting.page_filters import counted
+from megatron_packed.reporting.html_page import counted
 
 _CURE = "pip install matplotlib, then write the page again with megatron-packed report or plot"
 

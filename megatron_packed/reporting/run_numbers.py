@@ -6,16 +6,8 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_packed.reporting.curves import (
-    NO_TARGETS,
-    NON_FINITE,
-    SPIKE,
-    Record,
-    Run,
-    number_in,
-    numbers_in,
-    steady,
-)
+from megatron_packed.reporting.curves import Record, Run, number_in, numbers_in, steady
+from megatron_packed.reporting.loss_warnings import NO_TARGETS, NON_FINITE, SPIKE
 from megatron_packed.reporting.run_warnings import (
     graph_counts,
     listed,

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import Run, best_validation, numbers_in, read_run, steady
-from megatron_packed.reporting.html_page import render, write_page
+from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.reporting.curves import Record, Run, number_in, numbers_in, read_run, steady
+from megatron_packed.reporting.html_page import counted, moment, perplexity, render, write_page
+from megatron_packed.reporting.loss_warnings import best_validation
 from megatron_packed.reporting.run_charts import curves
 from megatron_packed.reporting.run_numbers import numbers_of
-from megatron_packed.reporting.run_overview import outcome, seconds_since_start
-from megatron_packed.reporting.run_quality import sample_answers, validation_rows
 from megatron_packed.reporting.run_warnings import warnings_of
+
+_MANY = 0.1
+"""Share of skipped steps above which a finished run is not called good."""
 
 
 def write_runs_page(
@@ -101,3 +104,126 @@ def write_report(
         ValueError: the log holds no step, or a field has a wrong value.
     """
     return write_runs_page([read_run(log)], page, title=title, levels=levels, answers=answers)
+
+
+def outcome(run: Run) -> tuple[str, str]:
+    """Return a kind (``good``, ``bad`` or ``open``) and the sentence that says how the run ended."""
+    last, planned = int(number_in(run.steps[-1], "iteration")), run.facts.get("last_iteration")
+    place = f"step {last:,} of {planned:,}" if isinstance(planned, int) else f"step {last:,}"
+    if not run.end:
+        return "open", _without_end(last, planned, place)
+    code = run.end.get("exit_code")
+    if code == ExitCode.NONFINITE:
+        return "bad", f"Stopped at {place} by a non-finite loss or gradient."
+    if code == ExitCode.PREEMPTED:
+        return "open", f"Stopped on request after {place}. The same command continues the run."
+    if code != ExitCode.DONE:
+        return "bad", f"Ended after {place} with exit code {code}."
+    if run.end.get("stopped_early"):
+        return "good", f"Finished: validations stopped the run early at {place}."
+    if isinstance(planned, int) and last < planned:
+        return "open", f"Stopped after {place}. The same command continues the run."
+    skipped = sum(bool(step["skipped"]) for step in run.steps)
+    without = f", {skipped:,} of them without an update" if skipped else ""
+    kind = "bad" if skipped > _MANY * len(run.steps) else "good"
+    return kind, f"Finished: {counted(last, 'step')}{without}."
+
+
+def _without_end(last: int, planned: object, place: str) -> str:
+    """Return the verdict about a log without an end."""
+    if not isinstance(planned, int):  # the log of an older version
+        return f"The log ends at {place}."
+    if last >= planned:
+        return f"All {planned:,} steps are done, but the log has no end: the run may still save."
+    return (
+        f"Not finished: the log ends at {place}. The run still goes on, or it was killed or failed."
+    )
+
+
+def seconds_since_start(run: Run) -> float | None:
+    """Return the seconds between the last start and the end of a run; None if one is unknown."""
+    begun = moment(run.starts[-1].get("time")) if run.starts else None
+    ended = moment(run.end.get("time"))
+    return (ended - begun).total_seconds() if begun and ended else None
+
+
+def validation_rows(run: Run) -> Iterator[dict[str, str]]:
+    """Yield a row for each validation, and for each evaluation on the test data."""
+    best, previous_loss = best_validation(run.validation_losses), None
+    metrics = _metrics(run.validations)
+    for record, (step, loss) in zip(run.validations, run.validation_losses):
+        row = {
+            "step": f"{step:,}",
+            "loss": f"{loss:.4f}",
+            "change": "" if previous_loss is None else f"{loss - previous_loss:+.4f}",
+            "perplexity": perplexity(loss),
+            "targets": f"{int(number_in(record, 'valid_target_tokens')):,}"
+            if "valid_target_tokens" in record
+            else "",
+        }
+        row |= {_words(name): _metric(record, name) for name in metrics}
+        row[""] = "best" if best == (step, loss) else ""
+        previous_loss = loss
+        yield row
+
+
+def _metrics(records: list[Record]) -> list[str]:
+    """Return the fields of task metrics; a field with the number of answers is none."""
+    names = {
+        name
+        for record in records
+        for name, value in record.items()
+        if name.startswith("valid_") and isinstance(value, (int, float))
+    }
+    others = {"valid_loss", "valid_target_tokens", *(f"{name}_count" for name in names)}
+    return sorted(names - others)
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("valid_").replace("_", " ")
+
+
+def _metric(record: Record, name: str) -> str:
+    """Return a task metric as text; with a number of answers it is a share of them."""
+    value, count = record.get(name), record.get(f"{name}_count")
+    if not isinstance(value, (int, float)):
+        return ""
+    return f"{100 * value:.1f} % of {count:,}" if isinstance(count, int) else f"{value:.4g}"
+
+
+def sample_answers(records: Sequence[Record]) -> list[Record]:
+    """Return the last answers to sample prompts, each with its ``earlier`` answers.
+
+    Args:
+        records: records with answers, in order.
+    """
+    if not records:
+        return []
+    *earlier_records, last = records
+    return [
+        {**sample, "earlier": _earlier(place, sample.get("prompt"), earlier_records)}
+        for place, sample in enumerate(_samples(last))
+    ]
+
+
+def _samples(record: Record) -> list[Record]:
+    samples = record["samples"]
+    assert isinstance(samples, list)
+    return [sample for sample in samples if isinstance(sample, dict)]
+
+
+def _earlier(place: int, prompt: object, records: Sequence[Record]) -> list[dict[str, str]]:
+    """Return rows of earlier answers to a prompt; the same answer at several steps is one row."""
+    rows: list[dict[str, str]] = []
+    first = ""
+    for record in records:
+        samples = _samples(record)
+        if len(samples) <= place or samples[place].get("prompt") != prompt:
+            continue
+        step, answer = f"{int(number_in(record, 'iteration')):,}", str(samples[place].get("answer"))
+        if rows and rows[-1]["answer"] == answer:
+            rows[-1]["steps"] = f"{first} to {step}"
+        else:
+            first = step
+            rows.append({"steps": step, "answer": answer})
+    return rows

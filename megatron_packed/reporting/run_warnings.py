@@ -7,22 +7,18 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.reporting.curves import (
+from megatron_packed.reporting.curves import Record, Run, number_in, numbers_in, steady
+from megatron_packed.reporting.loss_warnings import (
     NO_TARGETS,
     NON_FINITE,
     SPIKE,
-    Record,
-    Run,
-    best_validation,
-    number_in,
-    numbers_in,
-    steady,
+    rising_validation,
+    validation_without_loss,
+    zero_loss,
 )
 
 LISTED = 5
 """Largest number of steps of one kind that are listed by number."""
-RISE = 1.02
-"""Validation loss divided by the best earlier one, from which a rise is reported."""
 _FEW = 0.01
 """Share of documents without a target above which a warning follows."""
 _WAIT = 0.1
@@ -63,47 +59,6 @@ def share_of_waiting(steps: Sequence[Record]) -> float | None:
         return None
     waited, total = (sum(numbers_in(waits, name)) for name in ("data_wait_ms", "step_time_ms"))
     return waited / max(total, 1e-9)
-
-
-def rising_validation(losses: Sequence[tuple[int, float]]) -> str:
-    """Return a warning if the validation loss rises after its best value; empty otherwise.
-
-    Args:
-        losses: (step, loss) of all validations, in order.
-    """
-    finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
-    lowest = best_validation(losses)
-    if lowest is None:
-        return ""
-    best_step, best = lowest
-    after = [loss for step, loss in finite if step > best_step]
-    # A single higher value may be noise.
-    if len(after) < 2 or min(after[-2:]) < RISE * best:
-        return ""
-    step, last = finite[-1]
-    return (
-        f"The validation loss rises: it was best at step {best_step:,} ({best:.4f}) and is {last:.4f} at step "
-        f"{step:,}. The model begins to memorise the training data; use the checkpoint of step {best_step:,}, train "
-        "for fewer steps, or add data."
-    )
-
-
-def zero_loss(step: int) -> str:
-    """Return the warning about the first applied step with a loss of exactly zero."""
-    return (
-        f"The loss of step {step:,} is exactly 0, so the step taught nothing. Check the targets of the data with "
-        "megatron-packed packing."
-    )
-
-
-def validation_without_loss(step: int, has_targets: bool) -> str:
-    """Return the warning about a validation whose loss is not finite."""
-    if not has_targets:
-        return (
-            f"The validation at step {step:,} had no target tokens. Give validation data whose documents keep "
-            f"targets, for example with a larger {flags.SEQ_LENGTH}."
-        )
-    return f"The validation loss at step {step:,} is not finite. Use an earlier checkpoint and a lower {flags.LR}."
 
 
 def warnings_of(run: Run) -> list[str]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.reporting.console import Console
-from megatron_packed.reporting.experiment_trackers import TrackerWriter, services
-from megatron_packed.reporting.log_file import LogFile, Origin, RunIdentity
-from megatron_packed.reporting.metric_writers import JsonlWriter, TensorBoardWriter, Writer
-from megatron_packed.reporting.progress_log import ProgressLog
+from megatron_packed.reporting.log_file import JsonlWriter, LogFile, Origin, RunIdentity
 from megatron_packed.reporting.run_facts import now
-from megatron_packed.reporting.tensorboard_folder import events_folder
+
+if TYPE_CHECKING:
+    from megatron_packed.reporting.progress_log import ProgressLog
 
 _write_report = lazy_function("megatron_packed.reporting.run_report", "write_report")
 """Writer of the report page; its charts are imported only by a run that gets a page."""
 RecordFunction = Callable[[dict[str, object]], object]
 """Function that receives the records of the log."""
+
+
+class Writer(Protocol):
+    def write(self, record: dict[str, object]) -> None: ...
+
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class ReportedState(Protocol):
@@ -86,9 +91,13 @@ def writers_of(
     if log is not None:
         writers.append(_log_writer(log, config, state, opening, console))
     if options.tensorboard_dir:
+        from megatron_packed.reporting.tensorboard import TensorBoardWriter
+
         folder = _events_folder(options.tensorboard_dir, config, state, console)
         writers.append(TensorBoardWriter(folder, first, flags))
     if options.wandb_project is not None or options.mlflow_experiment is not None:
+        from megatron_packed.reporting.experiment_trackers import TrackerWriter, services
+
         tracked = services(
             options,
             save=config.checkpoint.save,
@@ -105,6 +114,8 @@ def writers_of(
 def _events_folder(
     requested: str, config: RunConfig, state: ReportedState, console: Console
 ) -> str:
+    from megatron_packed.reporting.tensorboard import events_folder
+
     identity = RunIdentity.from_config(state.run_id, config)
     folder = str(events_folder(requested, identity, resumed=state.resumed is not None))
     if folder != str(Path(requested)):
@@ -200,4 +211,6 @@ def progress_log_of(
     folder = config.checkpoint.save
     if not config.logging.log_progress or folder is None or groups.rank != 0:
         return None
+    from megatron_packed.reporting.progress_log import ProgressLog
+
     return ProgressLog(folder, groups.world_size, state.progress, console.warn)

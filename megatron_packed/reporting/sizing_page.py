@@ -8,9 +8,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_packed.data.packing.sizing import Expected, Packing
+from megatron_packed.packed.array_types import Int64Array
 from megatron_packed.reporting import charts
 from megatron_packed.reporting.charts import COLOURS
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 _HEIGHT = 3.4
 """Height of a chart on the page, in inches."""
-Counts = NDArray[np.int64]
 Drawing = tuple[str, Callable[[Any], None]]
 """Title and function that draws one chart on axes."""
 
 
 def drawings(
-    lengths: Counts | None,
+    lengths: Int64Array | None,
     packings: Sequence[Packing],
     choice: Expected,
     prices: Sequence[Expected],
@@ -63,7 +62,7 @@ def figure(drawn: Sequence[Drawing]) -> Figure:
     return made
 
 
-def _draw_lengths(lengths: Counts, axis: Any) -> None:
+def _draw_lengths(lengths: Int64Array, axis: Any) -> None:
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60))
     axis.hist(lengths, bins=edges, color=COLOURS[0])
     axis.set(xlabel="tokens", ylabel="documents")
@@ -101,7 +100,7 @@ def _draw_prices(priced: Sequence[Expected], choice: Expected, axis: Any) -> Non
     axis.set_ylim(bottom=0)
 
 
-def _counts(packings: Sequence[Packing]) -> Iterator[tuple[dict[str, str], Counts, Counts]]:
+def _counts(packings: Sequence[Packing]) -> Iterator[tuple[dict[str, str], Int64Array, Int64Array]]:
     """Yield the label and colour of each packing, its numbers of documents, and the packs of each."""
     for colour, packing in zip(cycle(COLOURS), packings):
         values, packs = np.unique(packing.documents, return_counts=True)
@@ -113,7 +112,7 @@ def _documents(packings: Sequence[Packing]) -> list[int]:
     return [int(end(packing.documents)) for packing in packings for end in (np.min, np.max)]
 
 
-def _scale(axis: Any, name: str, values: Sequence[int] | Counts, base: int) -> None:
+def _scale(axis: Any, name: str, values: Sequence[int] | Int64Array, base: int) -> None:
     """Make the axis ``name`` logarithmic if the values span a power of the base.
 
     A shorter logarithmic axis would have few labels, or labels in mathtext between the powers.

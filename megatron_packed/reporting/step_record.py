@@ -6,13 +6,15 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.layers.moe.expert_room import ExpertRoom, Load
-from megatron_packed.memory.offload_figures import OffloadFigures
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+    from megatron_packed.memory.offload_figures import OffloadFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +205,7 @@ class StepFacts:
     epoch: int
     flops: float
     plan_hash: str
+    # A constant value would only repeat the flag, so its field is left out of the log.
     weight_decay: float | None = None
     """Weight decay of the step, if it changes between steps; otherwise None."""
     dp_imbalance: float = 1.0
@@ -214,47 +217,29 @@ class StepFacts:
     offload: OffloadFigures | None = None
     """Offload of this rank in the last step with known figures; None without offload."""
 
-    @property
-    def pack_fill(self) -> float:
-        slots = self.real_tokens + self.padded_tokens
-        return self.real_tokens / slots if slots else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One line of the log. Units are tokens, milliseconds, GiB, and nats per target token."""
+class StepRecord(StepFacts):
+    """One line of the log: the facts of a step, and what was measured.
 
-    iteration: int
+    Units are tokens, milliseconds, GiB, and nats per target token.
+    """
+
     lm_loss: float
     aux_loss: float
     grad_norm: float
-    learning_rate: float
     step_time_ms: float
-    real_tokens: int
-    target_tokens: int
-    padded_tokens: int
-    consumed_tokens: int
-    num_seqs: int
     docs_per_pack: float
     pack_fill: float
-    dp_imbalance: float
-    epoch: int
     tokens_per_second: float
     tflops_per_gpu: float
     mfu: float | None
-    data_wait_ms: float
     memory_gib: float
     memory_reserved_gib: float | None
     host_memory_gib: float
     skipped: bool
     """True if the update was not applied."""
-    plan_hash: str
     experts: ExpertFigures | None
-    graphs: GraphFigures | None
-    offload: OffloadFigures | None
-    # A constant value would only repeat the flag, so its field is left out of the log.
-    weight_decay: float | None = None
-    """Weight decay of the step; None if it is constant."""
     params_norm: float | None = None
     """Norm of the parameters after the step; None without ``--log-params-norm``."""
     num_zeros: int | None = None
@@ -272,7 +257,9 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, object]:
         """Return the record as one flat JSON object; optional fields without a value are left out."""
-        values = asdict(self)
+        # A reader of a line looks for the loss first.
+        values = {"iteration": self.iteration, "lm_loss": self.lm_loss, **asdict(self)}
+        del values["num_packs"], values["flops"]
         for depth, loss in enumerate(values.pop("mtp_losses"), start=1):
             values[f"mtp_{depth}_loss"] = loss
         groups = {
@@ -315,39 +302,26 @@ def step_record(
         medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
     """
     flops_per_second = facts.flops / seconds / world_size
-    spikes: dict[str, Any] = {f"{name}_median": value for name, value in (medians or {}).items()}
+    slots = facts.real_tokens + facts.padded_tokens
+    spikes = {f"{name}_median": value for name, value in (medians or {}).items()}
     return StepRecord(
-        iteration=facts.iteration,
+        **(vars(facts) | spikes),
         lm_loss=loss,
         aux_loss=aux_loss,
         grad_norm=grad_norm,
-        learning_rate=facts.learning_rate,
-        weight_decay=facts.weight_decay,
         step_time_ms=seconds * 1e3,
-        real_tokens=facts.real_tokens,
-        target_tokens=facts.target_tokens,
-        padded_tokens=facts.padded_tokens,
-        consumed_tokens=facts.consumed_tokens,
-        num_seqs=facts.num_seqs,
         docs_per_pack=facts.num_seqs / max(1, facts.num_packs),
-        pack_fill=facts.pack_fill,
-        dp_imbalance=facts.dp_imbalance,
-        epoch=facts.epoch,
+        pack_fill=facts.real_tokens / slots if slots else 0.0,
         tokens_per_second=facts.real_tokens / seconds,
         tflops_per_gpu=flops_per_second / 1e12,
         mfu=flops_per_second / peak if peak else None,
-        data_wait_ms=facts.data_wait_ms,
         memory_gib=memory.used,
         memory_reserved_gib=memory.reserved,
         host_memory_gib=memory.host,
         skipped=skip_reason is not None,
-        plan_hash=facts.plan_hash,
         experts=experts,
-        graphs=facts.graphs,
-        offload=facts.offload,
         params_norm=params_norm,
         num_zeros=num_zeros,
         skip_reason=skip_reason,
         mtp_losses=mtp_losses,
-        **spikes,
     )

@@ -13,11 +13,13 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints, newest_metadata
 from megatron_packed.checkpoint.run_metadata import (
     DataHashes,
+    Metadata,
     holds_only_weights,
     metadata_problem,
     packs_per_step_of,
     progress_of,
 )
+from megatron_packed.config.options import Stored
 from megatron_packed.config.resumed_options import with_implied
 from megatron_packed.config.run import RunConfig, keys_deciding
 from megatron_packed.config.section import section_fields, unchecked
@@ -50,9 +52,7 @@ PHASE_CHANGES = (*_DECIDES_TOKENS, "model", "packing", "optim", "training")
 """Options that a new phase reports if they have changed."""
 
 
-def model_refusal(
-    metadata: Mapping[str, Any], model: ModelConfig, *, new_phase: bool = False
-) -> str | None:
+def model_refusal(metadata: Metadata, model: ModelConfig, *, new_phase: bool = False) -> str | None:
     """Return why weights of a checkpoint do not belong to ``model``; None if they do.
 
     The options are compared, not only shapes: another activation function has the same shapes.
@@ -80,7 +80,7 @@ def model_refusal(
     return f"belongs to another model: {differences}; give the checkpoint's options, or load another checkpoint{phase}"
 
 
-def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+def precision_refusal(metadata: Metadata, dtype: torch.dtype) -> str | None:
     """Return why weights of a checkpoint cannot be loaded into a model of ``dtype``; None if they can."""
     was_bf16 = metadata["config"]["training"]["bf16"]
     if was_bf16 == (dtype == torch.bfloat16):
@@ -98,7 +98,7 @@ def precision_refusal(metadata: Mapping[str, Any], dtype: torch.dtype) -> str | 
     )
 
 
-def padding_refusal(metadata: Mapping[str, Any], model: HybridModel) -> str | None:
+def padding_refusal(metadata: Metadata, model: HybridModel) -> str | None:
     """Return why a checkpoint's embedding tables have other padding than ``model``'s; None if equal."""
     stored_multiple, model_config = (
         metadata["config"]["model"].get("make_vocab_size_divisible_by"),
@@ -142,7 +142,7 @@ class CheckpointRefusals:
     changed_files: str = ""
     """Clause about files that options name and whose content has changed; empty without any."""
 
-    def for_fine_tuning(self, metadata: Mapping[str, Any]) -> str | None:
+    def for_fine_tuning(self, metadata: Metadata) -> str | None:
         """Return why a new run cannot start from the weights of a checkpoint; None if it can."""
         return (
             metadata_problem(metadata)
@@ -150,7 +150,7 @@ class CheckpointRefusals:
             or padding_refusal(metadata, self.model)
         )
 
-    def for_resuming(self, metadata: Mapping[str, Any]) -> str | None:
+    def for_resuming(self, metadata: Metadata) -> str | None:
         """Return why a run cannot resume from a checkpoint; None if it can."""
         problem = metadata_problem(metadata) or precision_refusal(metadata, self.model.dtype)
         if problem is not None:
@@ -167,7 +167,7 @@ class CheckpointRefusals:
             or self._optimizer_refusal(metadata)
         )
 
-    def _frozen_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _frozen_refusal(self, metadata: Metadata) -> str | None:
         """Return why the run cannot continue with other trained parameters; None if it can."""
         keys = keys_deciding("trained parameters")
         # Runs of versions without the option trained all parameters.
@@ -182,7 +182,7 @@ class CheckpointRefusals:
             "run from these weights"
         )
 
-    def _optimizer_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _optimizer_refusal(self, metadata: Metadata) -> str | None:
         """Return why the run cannot resume without moments; None if it can, or if they were saved."""
         saved = metadata["config"].get("checkpoint", {}).get("save_optim", True)
         options = self.config.get("checkpoint", {})
@@ -195,7 +195,7 @@ class CheckpointRefusals:
             "moments"
         )
 
-    def _phase_refusal(self, metadata: Mapping[str, Any], resumed: Resumed) -> str | None:
+    def _phase_refusal(self, metadata: Metadata, resumed: Resumed) -> str | None:
         """Return why the phase of this run cannot begin at a checkpoint, or continue from it."""
         names = [phase.name for phase in resumed.phases]
         earlier, current = names[:-1], names[-1] if names else None
@@ -232,7 +232,7 @@ class CheckpointRefusals:
             f"--finetune and leave out --begin-phase to start a new run from these weights"
         )
 
-    def _data_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _data_refusal(self, metadata: Metadata) -> str | None:
         plan_hash, data_hash = metadata["plan_hash"], metadata["data_hash"]
         if data_hash == self.hashes.data_hash and (
             plan_hash == self.plan_hash or plan_hash == self._plan_hash_then(metadata)
@@ -267,7 +267,7 @@ class CheckpointRefusals:
             "name another folder by --save and --load to start from scratch"
         )
 
-    def _shortens_otherwise(self, stored: Mapping[str, Mapping[str, Any]]) -> bool:
+    def _shortens_otherwise(self, stored: Stored) -> bool:
         """Return True if a changed length limit or policy changes the tokens of documents.
 
         Only the policy ``truncate_prompt`` does: it shortens documents while they are tokenised.
@@ -278,7 +278,7 @@ class CheckpointRefusals:
         )
         return stored_limits != limits and "truncate_prompt" in (stored_limits[0], limits[0])
 
-    def _plan_hash_then(self, metadata: Mapping[str, Any]) -> str:
+    def _plan_hash_then(self, metadata: Metadata) -> str:
         """Return the hash of this run's plan with the batch size of the checkpoint's run.
 
         A run may resume with another batch size, since it does not change the order of documents.
@@ -290,7 +290,7 @@ class CheckpointRefusals:
             else self.plan_hash
         )
 
-    def _schedule_refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _schedule_refusal(self, metadata: Metadata) -> str | None:
         """Return why the learning-rate schedule cannot continue after a change of the batch size.
 
         Returns None if it can: its lengths are all in iterations or all in samples, or the batch size

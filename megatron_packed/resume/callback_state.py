@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.manifest import Manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
-from megatron_packed.checkpoint.run_metadata import CALLBACKS, CallbackRecord
+from megatron_packed.checkpoint.run_metadata import CALLBACKS, CallbackRecord, Metadata
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.resume.held_state import Held, shards_of_parameter
@@ -105,7 +105,7 @@ class CallbackStates:
             }
         }
 
-    def refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def refusal(self, metadata: Metadata) -> str | None:
         """Return why a checkpoint's state of a callback cannot be loaded; None if it can."""
         if metadata.get("layout") == self._layout:
             return None
@@ -181,7 +181,7 @@ class CallbackStates:
             except Exception as error:
                 raise CallbackError(callback, "load_state_dict", error) from error
 
-    def warnings(self, metadata: Mapping[str, Any]) -> list[str]:
+    def warnings(self, metadata: Metadata) -> list[str]:
         """Return sentences about states that only the checkpoint or only this run has."""
         stored, names = metadata.get(CALLBACKS, {}), [callback.name for callback in self._callbacks]
         begins = [

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.tensor_extent import Extent
-from megatron_packed.checkpoint.tensor_shard import TensorShard, shards_of
+from megatron_packed.checkpoint.tensor_shard import Extent, TensorShard, shards_of
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer

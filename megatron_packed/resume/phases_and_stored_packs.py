@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.checkpoint.load import newest_metadata
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
     NO_HASHES,
     PHASES,
     DataHashes,
+    Metadata,
     Phase,
     RunProgress,
     holds_only_weights,
@@ -26,8 +27,12 @@ from megatron_packed.checkpoint.run_metadata import (
     phases_of,
     progress_of,
 )
-from megatron_packed.config.resumed_options import packs_as_stored, room_of
-from megatron_packed.config.resumed_schedule import schedule_as_stored, takes_schedule
+from megatron_packed.config.resumed_options import (
+    packs_as_stored,
+    room_of,
+    schedule_as_stored,
+    takes_schedule,
+)
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
@@ -61,7 +66,7 @@ class Resumed:
     """True if another program trained the checkpoint, which has no packs."""
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], phase: str | None = None) -> Resumed:
+    def from_metadata(cls, metadata: Metadata, phase: str | None = None) -> Resumed:
         """Build the object from a checkpoint's metadata, which has been validated.
 
         Args:
@@ -187,14 +192,14 @@ def resumed_options(
     options = config.checkpoint
     if options.load is None or options.finetune:
         return config, None, []
+    from megatron_packed.checkpoint.load import newest_metadata
+
     # Only rank 0 reads, because on a shared file system the folder may look different on each
     # machine.
     metadata = newest_metadata(
         options.load,
         _READ,
-        rank=groups.rank,
-        world_size=groups.world_size,
-        group=groups.world_group,
+        ranks=Ranks.from_groups(groups),
         step=options.ckpt_step,
         problem=metadata_problem,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
-from megatron_packed.checkpoint.run_metadata import packs_per_step_of, tokenizer_warning
-from megatron_packed.config.resumed_schedule import stored_schedule, takes_schedule
+from megatron_packed.checkpoint.run_metadata import Metadata, packs_per_step_of, tokenizer_warning
+from megatron_packed.config.resumed_options import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.resume.allowed_changes import PHASE_CHANGES, model_refusal
@@ -96,7 +95,7 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
         warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
 
 
-def _say_changes(config: RunConfig, state: RunState, metadata: Mapping[str, Any], say: Say) -> None:
+def _say_changes(config: RunConfig, state: RunState, metadata: Metadata, say: Say) -> None:
     """Print options that changed since the checkpoint, and the effects of another batch size."""
     assert state.plan is not None and state.resumed is not None
     done, begins = state.progress, state.resumed.begins

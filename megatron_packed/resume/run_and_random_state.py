@@ -12,23 +12,23 @@ import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_packed.checkpoint.background_save import BackgroundSaves
-from megatron_packed.checkpoint.directory_lock import RootLock
-from megatron_packed.checkpoint.load import BEST_STEP, load_checkpoint
-from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
-from megatron_packed.checkpoint.original_facts import ORIGINAL
+from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
+    BEST_STEP,
     FOLDER,
     NO_HASHES,
+    ORIGINAL,
     PHASES,
     SPIKE_WINDOW,
     DataHashes,
+    Metadata,
     Phase,
     RunProgress,
 )
@@ -41,11 +41,14 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.resume.allowed_changes import CheckpointRefusals
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
 from megatron_packed.resume.held_state import Held, held_state
 from megatron_packed.resume.phases_and_stored_packs import Resumed, begun_phase
 from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_bounds
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
+    from megatron_packed.resume.allowed_changes import CheckpointRefusals
 
 
 class RunState:
@@ -96,17 +99,10 @@ class RunState:
         self.config = config
         self.model_hash = model_hash
         self.attached = dict(attached or {})
-        self.refusals = CheckpointRefusals(
-            model=model,
-            plan=plan,
-            plan_hash=self.plan_hash,
-            hashes=hashes,
-            config=config,
-            schedule_units=schedule_units,
-            implied=set(implied),
-            planned=planned,
-            changed_files=changed_files,
-        )
+        self._schedule_units = schedule_units
+        self._implied = set(implied)
+        self._planned = planned
+        self._changed_files = changed_files
         self.progress = RunProgress()
         phase = begun_phase(config)
         self.phases: tuple[Phase, ...] = () if phase is None else (Phase(phase, 0),)
@@ -118,15 +114,30 @@ class RunState:
         self._show = show
         self._device = groups.device
         self._lock = lock
-        self._ranks = Ranks(
-            rank=groups.rank, world_size=groups.world_size, group=groups.world_group
-        )
+        self._ranks = Ranks.from_groups(groups)
         self.callback_states = CallbackStates(
             callbacks, model, groups.device, self._layout, self._ranks
         )
         self._background: BackgroundSaves | None = None
         self._background_ranks = self._ranks
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
+
+    @cached_property
+    def refusals(self) -> CheckpointRefusals:
+        """Comparison of this run with a checkpoint that it loads."""
+        from megatron_packed.resume.allowed_changes import CheckpointRefusals
+
+        return CheckpointRefusals(
+            model=self.model,
+            plan=self.plan,
+            plan_hash=self.plan_hash,
+            hashes=self.hashes,
+            config=self.config,
+            schedule_units=self._schedule_units,
+            implied=self._implied,
+            planned=self._planned,
+            changed_files=self._changed_files,
+        )
 
     def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
         """Write a checkpoint of the current iteration; a collective.
@@ -254,6 +265,8 @@ class RunState:
                 to another order of the data.
             CheckpointError: no checkpoint is valid.
         """
+        from megatron_packed.checkpoint.load import load_checkpoint
+
         # The load writes random states into these tensors. They are applied only after the whole
         # checkpoint has been verified.
         rng = RngState.capture(self._device)
@@ -295,7 +308,7 @@ class RunState:
         self._go_on(loaded, rng if with_rng else None)
         return loaded
 
-    def _refusal(self, metadata: Mapping[str, Any]) -> str | None:
+    def _refusal(self, metadata: Metadata) -> str | None:
         """Return why a run cannot resume from a checkpoint; None if it can."""
         return self.refusals.for_resuming(metadata) or self.callback_states.refusal(metadata)
 

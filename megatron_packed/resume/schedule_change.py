@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.config.resumed_schedule import stored_schedule
+from megatron_packed.config.options import Stored
+from megatron_packed.config.resumed_options import stored_schedule
 from megatron_packed.config.run import SECTIONS, RunConfig, unchecked_run
 from megatron_packed.config.section import unchecked
 from megatron_packed.config.sections.optim import OptimizerConfig
@@ -21,7 +22,7 @@ from megatron_packed.config.serialise import (
     section_to_dict,
     to_dict,
 )
-from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.schedules import Schedule
 
 _OPTIONS = {
     "lr": ("lr",),
@@ -55,9 +56,7 @@ class _Rates(NamedTuple):
     """Rate of the next step."""
 
 
-def schedule_change(
-    config: RunConfig, stored: Mapping[str, Mapping[str, Any]], done: RunProgress
-) -> str | None:
+def schedule_change(config: RunConfig, stored: Stored, done: RunProgress) -> str | None:
     """Return a sentence with the learning rates before and after the change, its cause and its
     cure; None if the first step has the rate that the checkpoint's schedule gives.
 
@@ -95,7 +94,7 @@ def schedule_change(
     return _sentence(config, earlier, stored, rates, causes, done.iteration)
 
 
-def _earlier_run(config: RunConfig, stored: Mapping[str, Mapping[str, Any]]) -> RunConfig | None:
+def _earlier_run(config: RunConfig, stored: Stored) -> RunConfig | None:
     """Return the run with the schedule and the length of a checkpoint; None if it has no schedule.
 
     Batches have today's size. A schedule in samples has the same rates with every size, and one
@@ -150,7 +149,7 @@ def _causes(old: Schedule, new: Schedule, place: float) -> list[str]:
 def _sentence(
     config: RunConfig,
     earlier: RunConfig,
-    stored: Mapping[str, Mapping[str, Any]],
+    stored: Stored,
     rates: _Rates,
     causes: Collection[str],
     done: int,

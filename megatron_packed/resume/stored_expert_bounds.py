@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from megatron_packed.checkpoint.run_metadata import EXPERT_BOUNDS
+from megatron_packed.checkpoint.run_metadata import EXPERT_BOUNDS, Metadata
 from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.hybrid_model import HybridModel
 
@@ -19,7 +18,7 @@ def stored_bounds(model: HybridModel) -> dict[str, Any]:
     return {EXPERT_BOUNDS: values}
 
 
-def restore_bounds(model: HybridModel, metadata: Mapping[str, Any]) -> None:
+def restore_bounds(model: HybridModel, metadata: Metadata) -> None:
     """Take over the bounds of a checkpoint.
 
     Given bounds are kept. Bounds of another number of expert-parallel ranks are ignored, because the

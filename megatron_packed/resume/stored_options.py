@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron_packed.config.environment_variables import apply_environment
 from megatron_packed.config.errors import ConfigError, Problem
+from megatron_packed.config.options import Stored
 from megatron_packed.config.section import unchecked
 from megatron_packed.config.sections.training import TrainingConfig
 
 
-def stored_options(options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+def stored_options(options: Mapping[str, Any]) -> Stored | None:
     """Return the configuration in the newest checkpoint of ``--load``, or of
     ``--pretrained-checkpoint`` if there is none; see `stored_options.ReadStored`.
 

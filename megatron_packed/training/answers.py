@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import DeviceWatch
-from megatron_packed.inputs.sample_and_metric_prompts import Questions
 from megatron_packed.models.generate import generate
-from megatron_packed.reporting.sample_answers import Sample
+from megatron_packed.reporting.console import Sample
 from megatron_packed.training.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from megatron_packed.inputs.sample_and_metric_prompts import Questions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,7 @@ class TrainingAnswers:
 
     def sample(self) -> list[Sample]:
         """Return the prompts with their answers; on other ranks than rank 0 an empty list."""
-        if self.samples is None:
-            return []
+        assert self.samples is not None
         prompts_with_answers = zip(
             self.samples.shown, self._texts(self.samples), self.samples.expected
         )

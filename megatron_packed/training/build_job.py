@@ -9,9 +9,7 @@ import torch.distributed as dist
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlapped_collectives import OverlappedGather
 from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
-from megatron_packed.models.equal_exchanges import connect_exchanges
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.models.run_model import build_model, trained_elements
@@ -82,6 +80,8 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
     model = build_model(config, vocab_size, groups.device, groups).train()
     # Graphs contain the address of the symmetric memory, so it exists before the first capture.
     if groups.world_size > 1:
+        from megatron_packed.models.equal_exchanges import connect_exchanges
+
         connect_overlap(model, config, groups)
         connect_exchanges(model, config, groups)
     return job_of_model(model, config, groups)
@@ -89,7 +89,7 @@ def build_job(config: RunConfig, groups: ParallelGroups, vocab_size: int) -> Job
 
 def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> Job:
     """Build flat buffers, optimizer and training step for a model."""
-    metrics = MetricsLayout.of(groups, model)
+    metrics = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(
         model,
         extras=metrics.extras,
@@ -115,6 +115,8 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
     )
     # The weights of a stage are gathered while the previous stages compute.
     if config.gathers_during_next_step:
+        from megatron_packed.distributed.overlapped_collectives import OverlappedGather
+
         buffers.gather = OverlappedGather(buffers, model.stages)
     step = TrainStep(model, buffers, optimizer, groups, overlap=config.parallel.overlap_grad_reduce)
     return Job(model=model, buffers=buffers, optimizer=optimizer, step=step)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_packed.reporting.metric_names import NAMES
+from megatron_packed.reporting.metric_names import SECTIONS
 
 if TYPE_CHECKING:
     from megatron_packed.training.trainer import Trainer
@@ -92,7 +92,7 @@ HOOKS = tuple(attribute for attribute in vars(Callback) if attribute.startswith(
 """Names of the hooks."""
 
 
-_RESERVED = ("iteration", "samples", "end", "run", "starts", "checkpoint", *NAMES)
+_RESERVED = ("iteration", "samples", "end", "run", "starts", "checkpoint", *SECTIONS)
 _RESERVED_STARTS = ("valid_", "test_", "mtp_", "expert_", "graph_", "offload_", "checkpoint_")
 
 

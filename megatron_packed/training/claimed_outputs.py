@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron_packed.checkpoint.directory import scan
-from megatron_packed.checkpoint.directory_lock import RootLock, claim_directory
+from megatron_packed.checkpoint.directory import RootLock, claim_directory, scan
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.rank_agreement import Ranks, on_rank_0
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.distributed.groups import ParallelGroups
@@ -55,25 +54,20 @@ class ClaimedOutputs:
 
     def _claim_folder(self, options: CheckpointConfig, groups: ParallelGroups) -> None:
         assert options.save is not None
-        ranks = Ranks(rank=groups.rank, world_size=groups.world_size, group=groups.world_group)
+        ranks = Ranks.from_groups(groups)
         # The lock comes first: another run could save between the check and the lock.
-        self.lock = claim_directory(
-            options.save, rank=ranks.rank, world_size=ranks.world_size, group=ranks.group
-        )
-        ranks.agree(
-            on_rank_0(ranks.rank, lambda: refuse_other_runs(options)),
-            f"preparing {options.save} for checkpoints",
+        self.lock = claim_directory(options.save, ranks=ranks)
+        agree = partial(
+            ranks.agree_with_rank_0,
+            what=f"preparing {options.save} for checkpoints",
             cure="training did not start",
         )
+        agree(lambda: refuse_other_runs(options))
         # Only now: the STATUS.json of another run must stay.
         folder = StatusFolder(options.save)
         try:
             # When all ranks agree, the old status is gone, and any rank may write a new one.
-            ranks.agree(
-                on_rank_0(ranks.rank, folder.clear),
-                f"preparing {options.save} for checkpoints",
-                cure="training did not start",
-            )
+            agree(folder.clear)
         except CheckpointError:
             folder.close()
             raise

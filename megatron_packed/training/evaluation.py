@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.distributed.collectives import all_gather_json, all_reduce_sum
+from megatron_packed.inputs.open_documents import TEST, VALIDATION
 from megatron_packed.inputs.run_data import Stream
-from megatron_packed.inputs.run_documents import TEST, VALIDATION
-from megatron_packed.reporting.closing_lines import metric_text
-from megatron_packed.reporting.sample_answers import SAMPLES, console_lines
-from megatron_packed.training.answers import TrainingAnswers
+from megatron_packed.reporting.console import SAMPLES, answer_lines, metric_text
 
 if TYPE_CHECKING:
+    from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+    from megatron_packed.training.answers import TrainingAnswers
     from megatron_packed.training.trainer import Trainer
 
 
@@ -67,14 +66,18 @@ def early_stop(patience: int | None, progress: RunProgress) -> str | None:
 
 def _sample(trainer: Trainer) -> None:
     """Print and log the answers to ``--sample-prompts``, if it is given."""
+    if trainer.data.samples is None:
+        return
     samples, iteration = _answers(trainer).sample(), trainer.progress.iteration
     if samples:
-        for line in console_lines(iteration, samples):
+        for line in answer_lines(iteration, samples):
             trainer.console.say(line)
         trainer.log.write({"iteration": iteration, SAMPLES: samples})
 
 
 def _answers(trainer: Trainer) -> TrainingAnswers:
+    from megatron_packed.training.answers import TrainingAnswers
+
     data = trainer.data
     return TrainingAnswers(
         step=trainer.step,

@@ -12,6 +12,7 @@ checkpoint keeps the bounds, so a resumed run begins with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -19,39 +20,29 @@ import torch
 from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import generators_kept
-from megatron_packed.layers.moe.expert_room import Load
-from megatron_packed.models.expert_counts import most_rows
+from megatron_packed.layers.moe.expert_room import ExpertRoom, Load
+from megatron_packed.models.metrics_layout import ROWS, most_rows
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_graphs import capture_graphs
 from megatron_packed.training.train_step import TrainStep
 
 _MOST_MICRO_BATCHES = 8
 """Micro-batches of a rank whose routing is observed before the first capture."""
 
 
+@dataclass
 class ExpertBounds:
-    """Bounds of the expert buffers of a run. See [Note: bounds that follow the routing].
+    """Bounds of the expert buffers of a run. See [Note: bounds that follow the routing]."""
 
-    Args:
-        step: the training step.
-        groups: process groups of this rank.
-        packs_per_step: number of packs in a step, for captures.
-        say: prints a line.
-    """
+    step: TrainStep
+    groups: ParallelGroups
+    packs_per_step: int
+    """Packs of a step on all ranks, for captures."""
+    say: Callable[[str], None]
+    """Function that prints a line."""
 
-    def __init__(
-        self,
-        step: TrainStep,
-        groups: ParallelGroups,
-        *,
-        packs_per_step: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self.room = step.model.expert_room
-        self._step = step
-        self._groups = groups
-        self._packs_per_step = packs_per_step
-        self._say = say
+    @property
+    def room(self) -> ExpertRoom:
+        return self.step.model.expert_room
 
     @property
     def unknown(self) -> bool:
@@ -65,7 +56,7 @@ class ExpertBounds:
         Args:
             micro_batches: micro-batches of this rank; all ranks have equally many.
         """
-        model, device = self._step.model, self._groups.device
+        model, device = self.step.model, self.groups.device
         most_2 = torch.zeros(2, dtype=torch.float32, device=device)
         # The model stays in training mode: only then do the depths of multi-token prediction run, and
         # a balanced routing is forced. The generators are restored, so this pass takes no numbers
@@ -75,10 +66,10 @@ class ExpertBounds:
                 output = model(micro_batch.to(device))
                 most_2 = torch.maximum(most_2, output.expert_rows)
         # The maximum over all ranks, so that all ranks choose the same bounds.
-        most_2 = all_reduce_max(most_2, self._groups.world_group)
+        most_2 = all_reduce_max(most_2, self.groups.world_group)
         load = self.room.load_of(most_2.tolist())
         self.room.fit(load)
-        self._say(f"expert buffers: the first packs need {_words(load)}; {self._bounds}")
+        self.say(f"expert buffers: the first packs need {_words(load)}; {self._bounds}")
 
     def make_room(self) -> None:
         """Free the graphs before a step is repeated, if they will be captured again after it.
@@ -86,9 +77,9 @@ class ExpertBounds:
         A graph pool holds the activations of a micro-batch, and the repeated step needs memory for
         the same activations.
         """
-        if self.room.measured and self._step.graphs is not None:
-            self._step.buffers.wait_params()  # gathers of parameters may still run on the device
-            self._step.graphs.forget()
+        if self.room.measured and self.step.graphs is not None:
+            self.step.buffers.wait_params()  # gathers of parameters may still run on the device
+            self.step.graphs.forget()
 
     def raise_for(self, counters: Mapping[str, Sequence[float]]) -> None:
         """Raise the bounds for the rows that a repeated step needed, and capture graphs again.
@@ -96,19 +87,20 @@ class ExpertBounds:
         Args:
             counters: counters of the repeated step, which are equal on all ranks.
         """
-        rows = most_rows(counters)
-        if rows is None or not self.room.measured:
+        if ROWS not in counters or not self.room.measured:
             return
-        load = self.room.load_of(rows)
+        load = self.room.load_of(most_rows(counters[ROWS]))
         self.room.raise_to(load)
-        begun, graphs = perf_counter(), self._step.graphs
+        begun, graphs = perf_counter(), self.step.graphs
         again = ""
         if graphs is not None:
+            from megatron_packed.training.build_graphs import capture_graphs
+
             # Captures run on another stream, and the repeated step may still gather parameters.
-            self._step.buffers.wait_params()
-            capture_graphs(graphs, self._step, self._packs_per_step, self._groups)
+            self.step.buffers.wait_params()
+            capture_graphs(graphs, self.step, self.packs_per_step, self.groups)
             again = f", and CUDA graphs were captured again in {perf_counter() - begun:.1f} s"
-        self._say(f"expert buffers: the repeated step needed {_words(load)}; {self._bounds}{again}")
+        self.say(f"expert buffers: the repeated step needed {_words(load)}; {self._bounds}{again}")
 
     @property
     def _bounds(self) -> str:

@@ -17,19 +17,16 @@ from megatron_packed.checkpoint.directory import temporary_name
 from megatron_packed.checkpoint.errors import CheckpointError, printable_message
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.cuda_graphs.audit import AuditMismatchError
-from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import Failure
 from megatron_packed.distributed.hang_detection import DeviceHangError
 from megatron_packed.files.written_files import open_new
-from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
 from megatron_packed.resume.callback_state import CallbackError
-from megatron_packed.training.replica_checks import ReplicaMismatchError
 from megatron_packed.training.under_launcher import report_failure_to_launcher
 
 STATUS = "STATUS.json"
 _LOST = "another process was lost"
+_REPLICAS = "replicas"
 _GPU_FAILED = ("uncorrectable ECC error", "uncorrectable NVLink error", "hardware stack error")
 """Texts of CUDA for errors of the hardware; another error of CUDA may be a defect of a kernel."""
 _GLOO_IS_CUT_OFF = ("gloo/transport", "Application timeout caused pair closure")
@@ -51,7 +48,7 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
         step: number of the current step, from 1; None before the first step.
     """
     code, kind, cure = _kind(error)
-    if isinstance(error, (CheckpointError, ReplicaMismatchError)):
+    if isinstance(error, CheckpointError) or kind == _REPLICAS:
         rank = None  # raised on all ranks with the same text, which names the ranks that failed
     text = str(error) or "the error has no message"
     if kind == _LOST:
@@ -68,21 +65,25 @@ def failure_of(error: Exception, *, rank: int | None, step: int | None) -> Failu
 
 def _kind(error: Exception) -> tuple[ExitCode, str, str]:
     """Return the exit code, the name and the cure of an error."""
+    # A run that does not fail, and has no graphs and checks of replicas, imports none of these.
+    from megatron_packed.cuda_graphs.audit import AuditMismatchError
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphFallbackError
+    from megatron_packed.reporting.out_of_memory import CURE, is_out_of_memory
+    from megatron_packed.training.replica_checks import ReplicaMismatchError
+
     error = _cause_of(error)
-    if isinstance(error, ConfigError):
-        return ExitCode.USAGE, "configuration error", ""
-    if isinstance(error, DataError):
-        return ExitCode.DATA, "data error", ""
-    if isinstance(error, CheckpointError):
-        return ExitCode.CHECKPOINT, "checkpoint error", ""
-    if isinstance(error, IsolationLeak):
-        return ExitCode.LEAK, "isolation error", ""
-    if isinstance(error, GraphFallbackError):
-        return ExitCode.FALLBACK, "CUDA graph fallback", ""
-    if isinstance(error, AuditMismatchError):
-        return ExitCode.AUDIT, "audit", ""
-    if isinstance(error, ReplicaMismatchError):
-        return ExitCode.AUDIT, "replicas", ""
+    named: dict[type[Exception], tuple[ExitCode, str]] = {
+        ConfigError: (ExitCode.USAGE, "configuration error"),
+        DataError: (ExitCode.DATA, "data error"),
+        CheckpointError: (ExitCode.CHECKPOINT, "checkpoint error"),
+        IsolationLeak: (ExitCode.LEAK, "isolation error"),
+        GraphFallbackError: (ExitCode.FALLBACK, "CUDA graph fallback"),
+        AuditMismatchError: (ExitCode.AUDIT, "audit"),
+        ReplicaMismatchError: (ExitCode.AUDIT, _REPLICAS),
+    }
+    for kind, (code, name) in named.items():
+        if isinstance(error, kind):
+            return code, name, ""
     if is_out_of_memory(error):
         return ExitCode.OUT_OF_MEMORY, "out of memory", CURE
     if is_failed_gpu(error):

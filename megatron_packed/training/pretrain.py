@@ -1,6 +1,6 @@
 """Run of one process: builds data, model and graphs, trains, and returns an exit code.
 
-`worker.main` is the entry point. The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
+`worker.run_worker` is the entry point. The codes are in ``exit_codes.py``. An error on one rank ends all ranks, see
 ``distributed/failure_watch.py``.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
@@ -19,28 +20,22 @@ from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import model_hash, to_dict
-from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.distributed.same_flags import check_same_flags
 from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
 from megatron_packed.explain.run_description import describe, name_kernels
-from megatron_packed.inputs.epochs import with_epochs
+from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
 from megatron_packed.inputs.stored_files import files_of_start
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.run_model import device_of
-from megatron_packed.optim.lr_schedule import Schedule
-from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
-from megatron_packed.reporting.closing_lines import ClosingLines
-from megatron_packed.reporting.console import Console
+from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
+from megatron_packed.reporting.console import ClosingLines, Console
 from megatron_packed.reporting.log_file import RunIdentity
-from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.reporting.profiling import profiler_of
 from megatron_packed.reporting.run_facts import opening_of
 from megatron_packed.reporting.run_writers import (
     RecordFunction,
@@ -50,16 +45,7 @@ from megatron_packed.reporting.run_writers import (
     writers_of,
 )
 from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
-from megatron_packed.resume.restore import restore
 from megatron_packed.resume.run_and_random_state import RunState
-from megatron_packed.training.build_graphs import (
-    build_graphs,
-    capture_graphs,
-    refuse_eager,
-    released,
-    sentences_of_all_ranks,
-    tune_graphs,
-)
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.callback import Callback
 from megatron_packed.training.claimed_outputs import ClaimedOutputs
@@ -72,6 +58,10 @@ from megatron_packed.training.failures import (
 from megatron_packed.training.isolation_self_test import self_test
 from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+    from megatron_packed.reporting.profiling import MemoryHistory
 
 
 def run_job(
@@ -106,7 +96,10 @@ def run_job(
     outputs = ClaimedOutputs()
     try:
         # Checks before files are created, and before data is read, which may take hours.
-        check_same_flags(config, groups)
+        if groups.world_size > 1:
+            from megatron_packed.distributed.same_flags import check_same_flags
+
+            check_same_flags(config, groups)
         check_kernels(config, groups.device)
         outputs.claim(config, groups)
         report = partial(_report, watch=watch, groups=groups, outputs=outputs)
@@ -226,6 +219,8 @@ def _train(launch: Launch) -> ExitCode:
     kernels = _check_model(launch, data, job)
     graphs = None
     if launch.config.cuda_graph.enabled:
+        from megatron_packed.training.build_graphs import build_graphs
+
         graphs = job.step.graphs = build_graphs(
             launch.config, job, data.capture_sizes, launch.groups, launch.console.say
         )
@@ -250,9 +245,13 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
     """Refuse strict graphs on a device without graphs, and start the allocator's memory history."""
     config = launch.config
     if config.cuda_graph.enabled:
+        from megatron_packed.training.build_graphs import refuse_eager
+
         refuse_eager(config.cuda_graph, launch.groups.device)
     if not config.profiling.record_memory_history:
         return None
+    from megatron_packed.reporting.profiling import memory_history
+
     return memory_history(config.profiling, launch.groups, launch.console.warn)
 
 
@@ -312,6 +311,8 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         callbacks=launch.callbacks,
     )
     if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+        from megatron_packed.resume.restore import restore
+
         restore(config, state, console.say, console.warn)
     # Set after the restore: with lengths in samples, the last iteration depends on the position at
     # which the plan resumes.
@@ -364,6 +365,8 @@ def _build_trainer(
     writers.append(launch.closing)
     profiler = None
     if config.profiling.profile:
+        from megatron_packed.reporting.profiling import profiler_of
+
         profiler = profiler_of(config, groups, console, max(last, state.progress.iteration))
     return Trainer(
         writers=writers,
@@ -395,17 +398,14 @@ def _run_trainer(
     """Capture graphs and train; at the end or on an error, release the graphs and close writers."""
     notes = []
     try:
-        with nullcontext() if graphs is None else released(graphs):
-            if graphs is not None:
+        if graphs is None:
+            exit_code = _run_watched(launch, trainer)
+        else:
+            from megatron_packed.training.build_graphs import released, sentences_of_all_ranks
+
+            with released(graphs):
                 _tune(graphs, launch, job)
-            # From here on, ranks wait for each other in captured collectives, so hangs are watched.
-            with nullcontext() if launch.hang_detector is None else launch.hang_detector:
-                if trainer.state.progress.iteration < trainer.last_iteration:
-                    trainer.observe_routing()
-                if graphs is not None:
-                    _capture(graphs, launch, job)
-                exit_code = trainer.run()
-            if graphs is not None:
+                exit_code = _run_watched(launch, trainer, partial(_capture, graphs, launch, job))
                 sentences = "\n".join(sentences_of_all_ranks(graphs, job.model, launch.groups))
                 notes.append(("CUDA graphs", sentences))
                 launch.console.say(sentences)
@@ -423,7 +423,24 @@ def _run_trainer(
     return exit_code
 
 
+def _run_watched(
+    launch: Launch, trainer: Trainer, capture: Callable[[], None] | None = None
+) -> ExitCode:
+    """Capture graphs, if there are any, and train.
+
+    Ranks wait for each other in captured collectives, so hangs are watched from the capture on.
+    """
+    with nullcontext() if launch.hang_detector is None else launch.hang_detector:
+        if trainer.state.progress.iteration < trainer.last_iteration:
+            trainer.observe_routing()
+        if capture is not None:
+            capture()
+        return trainer.run()
+
+
 def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
+    from megatron_packed.training.build_graphs import tune_graphs
+
     capacities = ", ".join(f"{capacity:,}" for capacity in graphs.capture_sizes.capacities)
     launch.console.say(
         f"CUDA graphs: capturing {graphs.description} (capacities: {capacities} documents)"
@@ -432,6 +449,8 @@ def _tune(graphs: StepGraphs, launch: Launch, job: Job) -> None:
 
 
 def _capture(graphs: StepGraphs, launch: Launch, job: Job) -> None:
+    from megatron_packed.training.build_graphs import capture_graphs
+
     capture_graphs(graphs, job.step, launch.config.packs_per_step(), launch.groups)
     launch.console.say(
         f"CUDA graphs: {graphs.counters.captures} graphs captured in {graphs.counters.capture_seconds:.1f} s"

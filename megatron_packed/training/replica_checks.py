@@ -23,6 +23,7 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -76,47 +77,23 @@ class OwnedSpan(NamedTuple):
         )
 
 
-class StepChecks(NamedTuple):
-    """Checks of one step; None for a check that this step does not run."""
-
-    weights: Callable[[], None] | None = None
-    """Function that is called after all gradients are complete and before the update."""
-    gradients: Callable[[Callable[[], None]], None] | None = None
-    """Function that receives the function that sums gradients over replicas.
-
-    It calls that function and checks the sums.
-    """
-
-
-UNCHECKED = StepChecks()
-"""Checks of a step without any check, as most steps are."""
-
-
+@dataclass
 class ReplicaCheck:
     """Comparison of tensors that must have the same bits on several ranks.
 
     See [Note: when weights are compared] and [Note: how a sum of gradients is checked].
     `weights` and `gradients` are collectives of all ranks, and wait for the device.
-
-    Args:
-        model: the model.
-        optimizer: the optimizer of the model's parameters.
-        groups: process groups of this rank.
-        hang_detector: suspended while the host waits for the device and for other ranks.
     """
 
-    def __init__(
-        self,
-        model: HybridModel,
-        optimizer: Optimizer,
-        groups: ParallelGroups,
-        hang_detector: DeviceWatch = UNWATCHED,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.buffers = optimizer.buffers
-        self.groups = groups
-        self._hang_detector = hang_detector
+    model: HybridModel
+    optimizer: Optimizer
+    """Optimizer of the model's parameters."""
+    groups: ParallelGroups
+    hang_detector: DeviceWatch = UNWATCHED
+    """Suspended while the host waits for the device and for other ranks."""
+
+    def __post_init__(self) -> None:
+        self.buffers = self.optimizer.buffers
         self._spans = list(self._cut())
 
     def weights(self) -> None:
@@ -133,7 +110,7 @@ class ReplicaCheck:
             held[span.slot.part.expert, span.name] = bit_hash(self._held(span))
         due = list(self._hashes_of_masters())
         state = {key: bit_hash(tensor) for key, tensor in self._replicated_state()}
-        with self._hang_detector.idle():
+        with self.hang_detector.idle():
             numbers = on_host([*held.values(), *due, *state.values()])
             hashes = dict(
                 zip([*held, *state], [*numbers[: len(held)], *numbers[len(held) + len(due) :]])
@@ -168,7 +145,7 @@ class ReplicaCheck:
         # The tail (losses and counts) is summed by the same collective as the gradients, so a
         # defective link may change it as well.
         summed[False, "losses and counts of the step"] = bit_hash(self.buffers.tail, one_nan=True)
-        with self._hang_detector.idle():
+        with self.hang_detector.idle():
             *numbers, count = on_host([*summed.values(), wrong_rows.sum()])
             rows = wrong_rows.cpu() if count else wrong_rows[:0]
             wrong_tensors = {
@@ -340,9 +317,7 @@ class ReplicaCheck:
             hashes: (True for a tensor of an expert, name) -> hash of this rank.
             wrong: name -> the value that the tensor should equal, in words.
         """
-        ranks = Ranks(
-            rank=self.groups.rank, world_size=self.groups.world_size, group=self.groups.world_group
-        )
+        ranks = Ranks.from_groups(self.groups)
         held = {self._called(*key): value for key, value in hashes.items()}
         digests: dict[str, int] = {}
         for expert in (False, True):

@@ -6,17 +6,18 @@ stops does none of this work, because `Trainer.pause` then returns False.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.reporting.profiling import StepProfiler
-from megatron_packed.training.build_graphs import audit_first_replay, capture_graphs
+from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.training.callback import Callback
-from megatron_packed.training.garbage_collection import GarbageCollection
 
 if TYPE_CHECKING:
+    from megatron_packed.reporting.profiling import StepProfiler
     from megatron_packed.training.trainer import Trainer
 
 
@@ -49,6 +50,46 @@ def run_callbacks(
     return [callback for callback, has_work in work if has_work]
 
 
+class GarbageCollection(Callback):
+    """Garbage collection at the steps set by ``options``; does nothing without ``manual_gc``.
+
+    A collection takes tens of milliseconds in a large program. If the ranks collect at different
+    steps, all other ranks wait for the collecting rank each time.
+    """
+
+    def __init__(self, options: TrainingConfig) -> None:
+        self._manual = options.manual_gc
+        self._interval = options.manual_gc_interval
+        self._around_validation = options.manual_gc and options.manual_gc_eval
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Collect once, and disable Python's automatic collection inside the block."""
+        if not self._manual or not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        gc.collect()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Collect after every ``manual_gc_interval``-th step."""
+        if self._manual and self._interval and step % self._interval == 0:
+            gc.collect()
+
+    @contextmanager
+    def in_validation(self) -> Iterator[None]:
+        """Collect before and after a validation, so that training's garbage takes no memory in it."""
+        if self._around_validation:
+            gc.collect()
+        yield
+        if self._around_validation:
+            gc.collect()
+
+
 class ReportSaves(Callback):
     """Report of a checkpoint that a background thread has published; also when the run stops."""
 
@@ -62,6 +103,7 @@ class CompareWeights(Callback):
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         interval = trainer.config.training.check_weight_hash_across_dp_replicas_interval
         if trainer.is_multiple(interval) and trainer.pause():
+            assert trainer.replicas is not None
             trainer.replicas.weights()
 
 
@@ -97,6 +139,8 @@ class CaptureAgain(Callback):
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         if not trainer.weights_moved or not trainer.pause():
             return
+        from megatron_packed.training.build_graphs import capture_graphs
+
         assert trainer.step.graphs is not None
         trainer.console.say("weights have moved to other memory, so CUDA graphs are captured again")
         # All ranks capture at the same step, even if weights have moved on one rank only, because
@@ -115,6 +159,8 @@ class AuditGraphs(Callback):
             return
         if trainer.step.graphs is None:
             return
+        from megatron_packed.training.build_graphs import audit_first_replay
+
         finding = audit_first_replay(
             trainer.step.graphs,
             trainer.step,

@@ -15,26 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_packed.cuda_graphs.slots import values_restored
-from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
-from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
-from megatron_packed.models.expert_counts import ASSIGNED, ExpertCounts
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
-from megatron_packed.models.metrics_layout import MetricsLayout
+from megatron_packed.models.metrics_layout import ASSIGNED, ExpertCounts, MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.replica_checks import UNCHECKED, StepChecks
+
+if TYPE_CHECKING:
+    from megatron_packed.cuda_graphs.step_graphs import StepGraphs
+    from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
 
 MICRO_BATCH, LAST_MICRO_BATCH, VALIDATION = "micro-batch", "last micro-batch", "validation"
 """Names of `TrainStep.parts`.
@@ -45,6 +44,22 @@ The last micro-batch is a separate part only if the gradient reduction overlaps 
 
 _OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "lr", "weight_decay", "steps")
 """Attributes of the optimizer that a step reads or writes."""
+
+
+class StepChecks(NamedTuple):
+    """Checks of one step; None for a check that this step does not run."""
+
+    weights: Callable[[], None] | None = None
+    """Function that is called after all gradients are complete and before the update."""
+    gradients: Callable[[Callable[[], None]], None] | None = None
+    """Function that receives the function that sums gradients over replicas.
+
+    It calls that function and checks the sums.
+    """
+
+
+UNCHECKED = StepChecks()
+"""Checks of a step without any check, as most steps are."""
 
 
 class TrainStep:
@@ -95,7 +110,7 @@ class TrainStep:
         """Captured graphs of layers or of whole parts of a step; None: everything runs eagerly."""
         self.hang_detector: DeviceWatch = UNWATCHED
         """Gets a sign before every micro-batch. See [Note: hangs that no timeout sees]."""
-        self.layout = MetricsLayout.of(groups, model)
+        self.layout = MetricsLayout.from_model(model, groups)
         self._extras = buffers.tail
         self._signs = self._extras[self.layout.signs]
         # Flags of this rank: stop requested, weights moved. They are in pinned memory, so that
@@ -106,6 +121,8 @@ class TrainStep:
         self._shared = model.shared_gradients()
         self.overlapped: OverlappedReduce | None = None
         if overlap:
+            from megatron_packed.distributed.overlapped_collectives import OverlappedReduce
+
             self.overlapped = OverlappedReduce(
                 buffers, groups, model.stages, late=self._shared.parameters
             )
@@ -169,7 +186,10 @@ class TrainStep:
                 and checks.gradients is None
                 and number == len(micro_batches)
             )
-            self._run(LAST_MICRO_BATCH if sums else MICRO_BATCH, micro_batch)
+            if sums:
+                self._run(LAST_MICRO_BATCH, self.last_micro_batch, micro_batch)
+            else:
+                self._run(MICRO_BATCH, self.micro_batch, micro_batch)
         # Check weights before the update: its cast from the masters would hide a corrupted weight.
         if checks.weights is not None:
             checks.weights()
@@ -181,15 +201,7 @@ class TrainStep:
             self.finish()
         return self.metrics
 
-    def redo(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        lr: float,
-        *,
-        weight_decay: float | None = None,
-        stop_requested: bool = False,
-        checks: StepChecks = UNCHECKED,
-    ) -> Tensor:
+    def redo(self, micro_batches: Sequence[MicroBatch], lr: float, **others: Any) -> Tensor:
         """Repeat the first held step with room for all experts' rows; all ranks call it together.
 
         Arguments and result are those of a step. The caller then runs the later held steps again as
@@ -197,13 +209,7 @@ class TrainStep:
         """
         self._held.zero_()
         with self.room_for_experts():
-            return self(
-                micro_batches,
-                lr,
-                weight_decay=weight_decay,
-                stop_requested=stop_requested,
-                checks=checks,
-            )
+            return self(micro_batches, lr, **others)
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
@@ -226,7 +232,7 @@ class TrainStep:
         If an expert buffer overflows, ``validation_overflow`` becomes positive. The validation must
         then be repeated inside ``room_for_experts()``.
         """
-        self._run(VALIDATION, micro_batch)
+        self._run(VALIDATION, self.validation_micro_batch, micro_batch)
 
     @property
     def parts(self) -> Mapping[str, Callable[[MicroBatch], object]]:
@@ -322,7 +328,8 @@ class TrainStep:
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
             # A skipped step does not change expert biases. Otherwise a repeated step would change
             # them twice.
-            self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
+            if self.model.config.moe_router_enable_expert_bias:
+                self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,
             "nonfinite": stats.nonfinite,
@@ -339,6 +346,8 @@ class TrainStep:
 
         All ranks enter the block together. Gradients are zero afterwards.
         """
+        from megatron_packed.cuda_graphs.slots import values_restored
+
         # A capture and its warm-up run the real step. The flag ``_held`` keeps it from changing
         # weights and moments; the other tensors that it changes are restored.
         sums = [self.numbers, self.validation_loss, self.validation_overflow]
@@ -388,17 +397,21 @@ class TrainStep:
         self._own_signs[1] = self.graphs is not None and self.graphs.addresses_changed
         self._signs[:2].copy_(self._own_signs, non_blocking=True)
 
-    def _run(self, part: str, micro_batch: MicroBatch) -> None:
+    def _run(
+        self, part: str, function: Callable[[MicroBatch], object], micro_batch: MicroBatch
+    ) -> None:
         """Run one of ``parts`` on a micro-batch, by replay if possible."""
         # Send the heartbeat before queueing, because the host may then block in the driver.
         self.hang_detector.beat()
         if self.graphs is not None:
-            self.graphs.run(part, self.parts[part], micro_batch)
+            self.graphs.run(part, function, micro_batch)
         else:
-            self.parts[part](micro_batch.to(self.device, non_blocking=True))
+            function(micro_batch.to(self.device, non_blocking=True))
 
     def _reduce_over_tp(self) -> None:
         """Sum gradients and signs over ranks. See [Note: which ranks a sum goes over]."""
+        if self.groups.tp.group is None:
+            return
         with record_function("tp::reduce"):
             self._shared.sum()
             all_reduce_sum(self._signs, self.groups.tp.group)

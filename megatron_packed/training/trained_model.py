@@ -15,8 +15,8 @@ from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.load import BEST, Step, newest_metadata
 from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.config.parser.precedence import GivenOptions
-from megatron_packed.config.parser.stored_options import STORED, take_for_inference
-from megatron_packed.config.run import SECTIONS, RunConfig
+from megatron_packed.config.parser.stored_options import take_for_inference
+from megatron_packed.config.run import SECTIONS, STORED, RunConfig
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.serialise import from_dict
 from megatron_packed.data.tokenizers.base import Tokenizer, answer_text

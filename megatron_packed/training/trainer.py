@@ -11,33 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from megatron_packed.checkpoint.run_metadata import RunProgress
-from megatron_packed.checkpoint.save import SavedCheckpoint
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
-from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.data.errors import DataError
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, DeviceWatch
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.inputs.run_data import AnyPlan, RunData, Stream
-from megatron_packed.memory.offload_figures import OffloadFigures
 from megatron_packed.models.flops import FlopCounter
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.models.metrics_layout import StepValues
-from megatron_packed.optim.lr_schedule import Schedule
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
+from megatron_packed.optim.schedules import Schedule, WeightDecaySchedule
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.reporting.console import Console
-from megatron_packed.reporting.metric_writers import Writer
-from megatron_packed.reporting.profiling import StepProfiler
-from megatron_packed.reporting.progress_log import ProgressLog
+from megatron_packed.reporting.run_writers import Writer
 from megatron_packed.reporting.step_record import GraphFigures, StepFacts, replays_and_fallbacks
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.resume.run_and_random_state import RunState
@@ -48,14 +41,21 @@ from megatron_packed.training.callback import (
     overriding,
 )
 from megatron_packed.training.evaluation import early_stop, evaluate_end, evaluate_validation
-from megatron_packed.training.expert_bounds import ExpertBounds
-from megatron_packed.training.garbage_collection import GarbageCollection
 from megatron_packed.training.late_metrics import Arrived, LateMetrics
-from megatron_packed.training.replica_checks import ReplicaCheck, StepChecks
-from megatron_packed.training.run_callbacks import run_callbacks
+from megatron_packed.training.run_callbacks import GarbageCollection, run_callbacks
 from megatron_packed.training.run_log import RunLog
 from megatron_packed.training.signals import SignalFlag
-from megatron_packed.training.train_step import TrainStep
+from megatron_packed.training.train_step import UNCHECKED, StepChecks, TrainStep
+
+if TYPE_CHECKING:
+    from megatron_packed.checkpoint.save import SavedCheckpoint
+    from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
+    from megatron_packed.memory.activation_offload import Offload
+    from megatron_packed.memory.offload_figures import OffloadFigures
+    from megatron_packed.reporting.profiling import StepProfiler
+    from megatron_packed.reporting.progress_log import ProgressLog
+    from megatron_packed.training.expert_bounds import ExpertBounds
+    from megatron_packed.training.replica_checks import ReplicaCheck
 
 _RESUME = "Run the same command again to resume."
 _NOT_SAVED = "Nothing was saved, because --save is not given."
@@ -124,6 +124,8 @@ class Trainer:
         self._late: LateMetrics[StepFacts] = LateMetrics(
             self.step.numbers.numel(), self.groups.device, hang_detector=self.hang_detector
         )
+        self.replicas = self._replica_check()
+        self._tokens_per_pack = self.config.packing.tokens_per_pack
         self._queued: dict[int, _Queued] = {}
         self._known_fallbacks: set[str] = set()
         self._paused = False
@@ -186,11 +188,11 @@ class Trainer:
         """Queue one step, and return the previous step, whose metrics have arrived."""
         progress, train = self.progress, self.data.train
         self.watch.step = progress.iteration + 1
-        facts = self._facts(progress.iteration)
+        facts, packs = self._facts(progress.iteration)
         loading_begun = time.perf_counter()
         micro_batches = self.micro_batches(train, progress.iteration)
         data_wait_ms = 1e3 * (time.perf_counter() - loading_begun)
-        expected = train.plan.packs_of_step(progress.iteration) // self.groups.dp.size
+        expected = packs // self.groups.dp.size
         # With fewer packs, this rank would enter a different collective than the other ranks.
         if len(micro_batches) != expected:
             raise DataError(
@@ -204,7 +206,9 @@ class Trainer:
         self._run_step(facts)
         self.hang_detector.beat()
         # These figures are on the host, so reading them needs no wait for the device.
-        facts = replace(facts, data_wait_ms=data_wait_ms, offload=self._end_offload())
+        offload = self.step.model.offload
+        figures = None if offload is None else self._end_offload(offload)
+        facts = replace(facts, data_wait_ms=data_wait_ms, offload=figures)
         if counters is not None:
             facts = replace(facts, graphs=GraphFigures.since(previous_counts, counters))
             self._say_new_fallbacks(counters)
@@ -219,20 +223,21 @@ class Trainer:
         """Log a finished step, and stop if it is a reason to; repeat a step that the device held."""
         if arrived is None:
             return
-        values = StepValues.from_list(
-            arrived.values[: self.step.metrics.numel()], self.step.layout.depths
-        )
+        layout = self.step.layout
+        values, counts = layout.values_of(arrived.values), layout.counts_of(arrived.values)
         if values.held:
             self._redo(arrived.facts)
             return
         del self._queued[arrived.facts.iteration]
         self.weights_moved |= values.weights_moved
-        record = self.log.record(arrived, values)
+        record = self.log.record(arrived, values, counts)
+        fields = record.as_dict()
         if self._hooks["on_metrics"]:
-            metrics = StepMetrics(record.as_dict())
+            metrics = StepMetrics(fields)
             self._call("on_metrics", metrics)
             record = replace(record, callback_metrics=metrics.added)
-        self.stop(self.log.finish(record, values))
+            fields = {**fields, **metrics.added}
+        self.stop(self.log.finish(record, fields, values))
 
     def _redo(self, facts: StepFacts) -> None:
         """Run a held step again, and then the step that was queued after it.
@@ -415,9 +420,16 @@ class Trainer:
             self.progress_log.published(saved.step)
         self._call("on_save", saved.path)
 
-    @cached_property
-    def replicas(self) -> ReplicaCheck:
-        """Comparison of this rank's weights and gradients with those of other ranks."""
+    def _replica_check(self) -> ReplicaCheck | None:
+        """Return the comparison of weights and gradients with those of other ranks, if a step has one."""
+        training = self.config.training
+        if not (
+            training.check_weight_hash_across_dp_replicas_interval
+            or training.check_grad_hash_across_dp_replicas_interval
+        ):
+            return None
+        from megatron_packed.training.replica_checks import ReplicaCheck
+
         return ReplicaCheck(self.model, self.optimizer, self.groups, self.hang_detector)
 
     # ---------------------------------------------------------------------------------------------
@@ -443,23 +455,22 @@ class Trainer:
                 raise
             raise CallbackError(callback, hook, error) from error
 
-    def _facts(self, number: int) -> StepFacts:
-        """Return the numbers of a step that the host knows before the device runs it."""
+    def _facts(self, number: int) -> tuple[StepFacts, int]:
+        """Return the numbers that the host knows of a step before the device runs it, and its packs."""
         # The host counts all steps. The device's count leaves out skipped steps, but learning rate
         # and weight decay advance with them, too.
         train, decay = self.data.train, self.weight_decay
         done = train.plan.full_steps_before(number)
-        plan = train.plan.step(number)
-        lengths = train.lengths(plan)
+        plan, packs = train.plan.step(number), train.plan.packs_of_step(number)
+        lengths = train.plan.lengths_of(plan)
         real = plan.global_tokens
-        slots = train.plan.packs_of_step(number) * self.config.packing.tokens_per_pack
-        return StepFacts(
+        facts = StepFacts(
             iteration=number + 1,
             learning_rate=self.schedule.at(done),
             weight_decay=decay.at(done) if decay.changes else None,
             real_tokens=real,
             target_tokens=plan.global_targets,
-            padded_tokens=slots - real,
+            padded_tokens=packs * self._tokens_per_pack - real,
             consumed_tokens=self.progress.consumed_tokens + real,
             num_seqs=len(lengths),
             num_packs=plan.global_packs,
@@ -468,6 +479,7 @@ class Trainer:
             plan_hash=train.plan.hash,
             dp_imbalance=plan.dp_imbalance,
         )
+        return facts, packs
 
     def micro_batches(self, stream: Stream[AnyPlan], number: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step of a plan."""
@@ -501,12 +513,14 @@ class Trainer:
 
     def _checks(self, iteration: int) -> StepChecks:
         """Return the checks that run inside a step."""
-        training = self.config.training
+        training, replicas = self.config.training, self.replicas
+        if replicas is None:
+            return UNCHECKED
         weights = training.check_weight_hash_across_dp_replicas_interval
         gradients = training.check_grad_hash_across_dp_replicas_interval
         return StepChecks(
-            weights=self.replicas.weights if weights and iteration % weights == 0 else None,
-            gradients=self.replicas.gradients if gradients and iteration % gradients == 0 else None,
+            weights=replicas.weights if weights and iteration % weights == 0 else None,
+            gradients=replicas.gradients if gradients and iteration % gradients == 0 else None,
         )
 
     def _rng(self) -> RngState | None:
@@ -517,6 +531,8 @@ class Trainer:
     @cached_property
     def bounds(self) -> ExpertBounds:
         """Bounds of the expert buffers."""
+        from megatron_packed.training.expert_bounds import ExpertBounds
+
         packs = self.config.packs_per_step()
         return ExpertBounds(self.step, self.groups, packs_per_step=packs, say=self.console.say)
 
@@ -525,13 +541,12 @@ class Trainer:
 
         Call it before graphs are captured, because the bounds are sizes inside the graphs.
         """
+        if not self.model.bounds_expert_buffers:
+            return
         if self.bounds.unknown and not self.config.training.skip_train:
             self.bounds.observe(self.micro_batches(self.data.train, self.progress.iteration))
 
-    def _end_offload(self) -> OffloadFigures | None:
-        offload = self.model.offload
-        if offload is None:
-            return None
+    def _end_offload(self, offload: Offload) -> OffloadFigures | None:
         offload.end_step()
         for sentence in offload.messages():
             self.console.say(sentence)

@@ -1,7 +1,7 @@
 """Process of a run: reads the command line before torch is imported, trains, and ends with its
 exit code.
 
-``pretrain_hybrid.py`` calls `main`, alone or under torchrun. The processes of ``megatron-packed
+``pretrain_hybrid.py`` calls `run_worker`, alone or under torchrun. The processes of ``megatron-packed
 train`` call `launched`.
 """
 
@@ -22,7 +22,7 @@ from megatron_packed.training.signals import SignalFlag
 from megatron_packed.training.under_launcher import end_with_launcher
 
 
-def main() -> NoReturn:
+def run_worker() -> NoReturn:
     """Run the job that the command line of this process describes."""
     guard_standard_streams()
     with required_packages():
@@ -35,7 +35,7 @@ def main() -> NoReturn:
 
 
 def launched() -> NoReturn:
-    """Run the job like `main`, in a process that a launcher started with blocked signals.
+    """Run the job like `run_worker`, in a process that a launcher started with blocked signals.
 
     The launcher has already answered the first signal, and its end ends this process.
     """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_packed.cli.main import main
-from megatron_packed.layers.short_convolution import CausalConv1d
+from megatron_packed.layers.recurrent_mixer import CausalConv1d
 from megatron_packed.models.convert.megatron import export_megatron
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.isolation import check_isolation

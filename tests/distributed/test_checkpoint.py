@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint import load_attempt
-from megatron_packed.checkpoint.directory_lock import claim_directory
+from megatron_packed.checkpoint.directory import claim_directory
 from megatron_packed.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     NoCheckpointError,
 )
 from megatron_packed.checkpoint.load import load_checkpoint, read_attachments
+from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.save_sites import SAVE_SITES
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import DistributedError, run_distributed
+from support.process_pools import DistributedError, run_distributed
 
 State = dict[str, Tensor]
 
@@ -99,9 +100,7 @@ def _round_trip(groups: ParallelGroups, root: str) -> dict:
     return {
         "sizes": [f.stat().st_size for f in sorted(saved.path.glob("rank_*"))],
         "loaded": load(root, groups),
-        "attached": read_attachments(
-            root, rank=groups.rank, world_size=groups.world_size, group=groups.dp.group
-        ).texts,
+        "attached": read_attachments(root, ranks=Ranks.from_groups(groups)).texts,
     }
 
 
@@ -313,9 +312,7 @@ def test_a_rank_that_dies_leaves_the_previous_checkpoint(tmp_path):
 
 
 def claim(groups: ParallelGroups, roots: list[str]) -> str:
-    lock = claim_directory(
-        roots[groups.rank], rank=groups.rank, world_size=2, group=groups.world_group, patience=0.3
-    )
+    lock = claim_directory(roots[groups.rank], ranks=Ranks.from_groups(groups), patience=0.3)
     return "none" if lock is None else str(lock.path)
 
 

@@ -23,12 +23,12 @@ from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import rank_models
+from support.process_pools import WorkerPools
 from support.rank_models import (
     asks,
     assert_small,

@@ -15,13 +15,13 @@ from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import section_to_dict
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.convert.import_huggingface import from_huggingface, open_model
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
 from support.converted_model import FIELDS, write_model
 from support.layouts import SLOTS, Way, config_of
+from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything, same_bits
 
 DOCUMENTS = [

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.run_model import build_model
 from megatron_packed.training.build_job import job_of_model
 from support.covering_layouts import (
@@ -31,6 +30,7 @@ from support.covering_layouts import (
     config_of,
     micro_batches,
 )
+from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything
 
 LOSSES = ("loss", "aux_loss", "mtp_losses")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_packed.distributed.all_to_all import (
     EqualExchange,
+    compute_by_heads,
     exchange_rows,
     heads_to_rows,
     rows_to_columns,
@@ -30,10 +31,13 @@ from megatron_packed.distributed.differentiable import (
     split_rows,
 )
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
-from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from support.process_pools import WorkerPools, run_distributed
 
 SHARED, OWN = "shared", "own"
+
+
+def exchange_over(group: dist.ProcessGroup | None) -> EqualExchange | None:
+    return None if group is None else EqualExchange(group)
 
 
 def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -44,14 +48,14 @@ def fused_to_columns(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     x, dt, b = x_TW.split([12, 4, 8], dim=1)
     return rows_to_columns(
-        [x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], EqualExchange.over(group)
+        [x.unflatten(1, (4, 3)), dt, b.unflatten(1, (2, 4))], exchange_over(group)
     )
 
 
 def fused_to_rows(x_TW: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Convert a fused ``(T, 6 + 2)`` tensor, two heads of 3 and two of 1 per rank, back to rows."""
     y, z = x_TW.split([6, 2], dim=1)
-    moved = heads_to_rows([y.unflatten(1, (2, 3)), z], EqualExchange.over(group))
+    moved = heads_to_rows([y.unflatten(1, (2, 3)), z], exchange_over(group))
     return torch.cat([y.flatten(1) for y in moved], dim=1)
 
 
@@ -332,7 +336,7 @@ def test_all_tensors_travel_in_one_message(pools: WorkerPools) -> None:
 
 def refusals(groups: ParallelGroups) -> list[str]:
     group = groups.tp.group
-    exchange = EqualExchange.over(group)
+    exchange = exchange_over(group)
     attempts = [
         lambda: scatter_rows(torch.ones(5, 2), group),
         lambda: split_rows(torch.ones(5, 2), group),

@@ -31,7 +31,6 @@ from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
@@ -39,6 +38,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
+from support.process_pools import WorkerPools, run_distributed
 from support.whole_state import assert_same_bits, same_bits
 
 SLOTS, VOCAB = 48, 211
@@ -272,7 +272,7 @@ def exact_gradients(groups: ParallelGroups, distributed: bool, clip: float) -> F
         "sizes": {
             "elements": buffers.layout.numel,
             "bf16": buffers.params[BufferPart(torch.bfloat16)].numel(),
-            "master": sum(master.numel() for _, master in optimizer._low_masters()),
+            "master": sum(master.numel() for _, master in optimizer._low_masters),
             "moments": (optimizer.exp_avg.numel(), optimizer.exp_avg_sq.numel()),
             "updated": sum(t.numel() for group in optimizer._slices for t in group.params),
         },

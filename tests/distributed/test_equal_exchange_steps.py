@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_packed.distributed import all_to_all
 from megatron_packed.distributed.all_to_all import EqualExchange, exchange_equal_parts
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.equal_exchanges import exchange_line
 from megatron_packed.training.build_job import build_job
 from support.layouts import VOCAB, Way, config_of, mine
+from support.process_pools import WorkerPools
 from support.shared_file_exchange import PIECE_BYTES, SharedFileExchange, stand_in_exchanges
 from support.whole_state import assembled, assert_same_bits, everything
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.moe.expert_room import HEAD_ROOM, Load
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import capture_graphs, released
@@ -18,6 +17,7 @@ from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.expert_bounds import ExpertBounds
 from support.layouts import VOCAB, Way, config_of, step_values
 from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.process_pools import WorkerPools
 from support.whole_state import everything, same_bits
 
 FACTOR = "moe_expert_rank_capacity_factor"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_packed.layers.moe.dispatcher as dispatchers
+import megatron_packed.layers.moe.dispatchers_between_ranks as dispatchers
 import megatron_packed.layers.moe.parallel as moe_parallel
 import megatron_packed.layers.moe.router as router_module
 from megatron_packed.distributed.collectives import (
@@ -23,7 +23,6 @@ from megatron_packed.distributed.collectives import (
 from megatron_packed.distributed.differentiable import linear_map
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.tensor_parallel import TensorParallel
@@ -33,6 +32,7 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import counted_elsewhere, ranks_of_norm
 from support import rank_models
+from support.process_pools import WorkerPools
 from support.rank_models import (
     asks,
     assert_small,

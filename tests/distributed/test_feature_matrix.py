@@ -16,13 +16,13 @@ import pytest
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.shared_tables import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.layouts import VOCAB, Way, config_of, scales_of
 from support.parallel_graphs import CAPTURE_SIZES, packs_of_rank
+from support.process_pools import WorkerPools
 from support.stand_in import RecordingBackend
 
 FEATURES = ("packing", "metadata", "offload", "graphs")

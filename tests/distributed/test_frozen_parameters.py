@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import build_job, build_model
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import VOCAB, Way, config_of, mine, packs_of, step_values
 from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything, same_bits
 
 PATTERNS = {

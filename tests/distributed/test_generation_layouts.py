@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.generate import generate
 from megatron_packed.models.run_model import build_model
 from megatron_packed.models.sampling import Sampling
 from megatron_packed.training.build_job import Job, job_of_model
 from support.covering_layouts import NONE, VOCAB, Way, config_of, micro_batches
+from support.process_pools import WorkerPools
 from support.whole_state import Shards, everything, same_bits
 
 PROMPTS = [[5, 9, 2], [7], list(range(40, 57))]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_packed.config.parallel_layout import GROUP_AXES, ParallelLayout
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.init_process_groups import WATCHDOG_AFTER
-from megatron_packed.distributed.testing import WorkerPools, run_distributed
+from support.process_pools import WorkerPools, run_distributed
 
 LAYOUTS = [
     {},
@@ -126,7 +126,7 @@ def test_equal_groups_are_one_but_gradients_never_wait_for_tokens(pools: WorkerP
 
 
 def refused(groups: ParallelGroups) -> str:
-    from megatron_packed.distributed.testing import _Backend
+    from support.process_pools import _Backend
 
     with pytest.raises(ValueError) as raised:
         ParallelGroups.create(

@@ -18,9 +18,9 @@ from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.overlapped_collectives import OverlappedGather, stages_of_buckets
-from megatron_packed.distributed.testing import WorkerPools, run_distributed
 from megatron_packed.training.build_job import Job, build_job
 from support.layouts import VOCAB, Way, config_of, mine, run_state
+from support.process_pools import WorkerPools, run_distributed
 from support.whole_state import assembled, assert_same_bits, everything
 
 STEPS = 2

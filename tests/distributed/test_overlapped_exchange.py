@@ -14,17 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.config.exchanged_heads import number_of_parts
-from megatron_packed.distributed import all_to_all, overlapped_exchange
-from megatron_packed.distributed.all_to_all import EqualExchange, heads_to_rows, rows_to_columns
+from megatron_packed.distributed import all_to_all
+from megatron_packed.distributed.all_to_all import (
+    EqualExchange,
+    compute_by_heads,
+    heads_to_rows,
+    rows_to_columns,
+)
 from megatron_packed.distributed.collectives import Started, start_exchange, wait_for
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.overlapped_exchange import compute_by_heads
-from megatron_packed.distributed.testing import WorkerPools
-from megatron_packed.layers import attention, head_parallel
+from megatron_packed.layers import head_parallel
 from megatron_packed.models.isolation import check_isolation
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import hybrid_cases as cases
 from support import rank_models
+from support.process_pools import WorkerPools
 from support.recorder import Recorder
 
 TOKENS, ALIGNMENT = 32, 8
@@ -89,7 +93,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> tuple[list[str
 
     with (
         mock.patch.object(all_to_all, "start_exchange", starting),
-        mock.patch.object(overlapped_exchange, "wait_for", waiting),
+        mock.patch.object(all_to_all, "wait_for", waiting),
     ):
         y = compute_by_heads([x], compute, EqualExchange(group), parts)
         forward = events[:]
@@ -170,7 +174,7 @@ def computed_in_turn(
 def in_turn() -> contextlib.ExitStack:
     """Return a ``with`` block in which layers compute parts by `computed_in_turn`."""
     stack = contextlib.ExitStack()
-    for module in (attention, head_parallel):
+    for module in (all_to_all, head_parallel):
         stack.enter_context(mock.patch.object(module, "compute_by_heads", computed_in_turn))
     return stack
 

@@ -13,7 +13,6 @@ import torch
 
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import (
     audit_graphs,
     capture_graphs,
@@ -24,6 +23,7 @@ from megatron_packed.training.train_step import LAST_MICRO_BATCH
 from support.blockwise_memory import stand_in_memory
 from support.layouts import VOCAB, Way, config_of, step_values
 from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.process_pools import WorkerPools
 from support.whole_state import everything, same_bits
 
 TOO_MANY = [2] * 7

@@ -9,9 +9,9 @@ import pytest
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.models.estimate.run_estimate import estimates
 from megatron_packed.training.build_job import build_job
+from support.process_pools import WorkerPools
 
 VOCAB = 61
 FLAGS = """--hybrid-layer-pattern M*-E --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --mamba-head-dim 8

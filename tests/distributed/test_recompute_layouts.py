@@ -14,9 +14,9 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_job import build_job
 from support.covering_layouts import VOCAB, Way, config_of, micro_batches
+from support.process_pools import WorkerPools
 from support.recorder import Recorder
 from support.whole_state import everything, same_bits
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
+from megatron_packed.training.train_step import StepChecks
 from support.layouts import VOCAB, Way, config_of, mine
 from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.process_pools import WorkerPools
 from support.whole_state import everything, same_bits
 
 PATTERN = {"hybrid_layer_pattern": "M*-E", "mtp_num_layers": 0}

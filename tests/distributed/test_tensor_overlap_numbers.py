@@ -24,7 +24,6 @@ from megatron_packed.distributed.sequence_parallel_products import (
 )
 from megatron_packed.distributed.symmetric_memory import connect, workspace_bytes
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -33,6 +32,7 @@ from megatron_packed.models.tensor_overlap import overlap_line
 from megatron_packed.training.build_job import build_job
 from support.blockwise_memory import BlockwiseMemory, stand_in_memory
 from support.layouts import VOCAB, Way, config_of, mine
+from support.process_pools import WorkerPools
 from support.recorder import Recorder
 from support.whole_state import assembled, assert_same_bits, everything
 

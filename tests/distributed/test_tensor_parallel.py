@@ -18,11 +18,11 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.tensor_parallel_gradients import SharedGradients
 from megatron_packed.distributed.tensor_parallel_shards import Shard, ShardPiece, SplitSegment
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models import lm_head_and_loss
 from megatron_packed.models.hybrid_model import HybridModel
 from support import rank_models
+from support.process_pools import WorkerPools
 from support.rank_models import (
     asks,
     assert_small,

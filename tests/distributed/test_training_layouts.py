@@ -18,7 +18,6 @@ from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.layers import attention
 from megatron_packed.layers.moe.capacity import expert_capacity
@@ -26,10 +25,11 @@ from megatron_packed.models.isolation import check_isolation
 from megatron_packed.models.lm_head_and_loss import HybridOutput
 from megatron_packed.ops.backend_dispatch import Choices
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.reporting.loss_warnings import bad_places
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import MODEL, VOCAB, Way, config_of, mine, packs_of, run_state, step_values
+from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, assert_same_bits, everything, same_bits
 
 NUMBERS = (

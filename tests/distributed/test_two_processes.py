@@ -19,7 +19,7 @@ from megatron_packed.distributed.collectives import (
 )
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import DistributedError, WorkerPools, run_distributed
+from support.process_pools import DistributedError, WorkerPools, run_distributed
 
 
 def model() -> nn.Module:
@@ -247,7 +247,7 @@ def test_a_pool_keeps_processes_and_groups_until_a_call_fails() -> None:
 
 
 def test_a_pool_ends_after_many_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_packed.distributed.testing._LAYOUTS_OF_A_POOL", 2)
+    monkeypatch.setattr("support.process_pools._LAYOUTS_OF_A_POOL", 2)
     with WorkerPools() as pools:
         first, last = (
             pools.run(remember, 2, layout={axis: 2})[0][0] for axis in ("tp_size", "cp_size")

@@ -33,11 +33,6 @@ ZERO1 = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 ZERO1 |= {"overlap_grad_reduce": True, "ddp_bucket_size": 2000}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return Data.make(tmp_path_factory.mktemp("data"))
-
-
 def options(data: Data, folder: Path, **changes: Any) -> dict[str, Any]:
     length = {"train_iters": END, "lr_decay_iters": END}
     return {**tiny_options(data, **length), **in_folder(folder), **changes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.names import new_weights
 from support import megatron_checkpoint as theirs
+from support.json_lines import write_texts
 from support.runs import TINY_MODEL, TINY_RUN, final_state, losses, run, steps
 
 ROWS, LENGTH, DOCUMENTS = 64, 32, 4
@@ -27,7 +27,7 @@ def options_of(folder: Path) -> dict[str, Any]:
     """Return options of a run that trains on all documents in every step."""
     draw, data = np.random.default_rng(1), folder / "numbers.jsonl"
     rows = draw.integers(0, ROWS - 1, (DOCUMENTS, LENGTH - 1)).tolist()
-    data.write_text("".join(json.dumps({"text": " ".join(map(str, row))}) + "\n" for row in rows))
+    write_texts(data, (" ".join(map(str, row)) for row in rows))
     return {
         **TINY_MODEL,
         **TINY_RUN,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.cli.main import main
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.generate import generate
 from megatron_packed.training.trained_model import TrainedModel
+from support.converted_model import from_hf, to_hf
 from support.runs import TINY_RUN, Data, flags_of, losses, run, trained
 
 SIZES: dict[str, Any] = {
@@ -47,7 +47,7 @@ def test_a_tuned_qwen3_5_continues_texts_as_in_transformers(
     config = transformers.Qwen3_5Config(text_config=SIZES, vision_config=VISION)
     model = transformers.Qwen3_5ForConditionalGeneration(config)
     filled(model, random.Random(5)).save_pretrained(hf)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(weights)]) == 0
+    assert from_hf(hf, weights) == 0
     options = {**TINY_RUN, **flags_of(weights / "model.args"), "train_iters": 6}
     options |= {"train_data_path": data.train, "data_cache_path": data.folder / "cache"}
     options |= {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -57,8 +57,7 @@ def test_a_tuned_qwen3_5_continues_texts_as_in_transformers(
     first, *_, last = losses(folder / "log.jsonl")
     assert last < first
 
-    argv = ["--to-hf", str(back), "--load", str(folder / "checkpoints"), "--hf-base", str(hf)]
-    assert main(["convert", *argv]) == 0
+    assert to_hf(back, folder / "checkpoints", "--hf-base", hf) == 0
     assert "tensors model.visual.*" in capsys.readouterr().out
     before, after = ModelFiles(hf), ModelFiles(back)
     same = {name for name in before.places if torch.equal(before.read(name), after.read(name))}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.load import find_checkpoints
 from support.faults import (
     full_console,
@@ -24,6 +24,7 @@ from support.faults import (
     poison_forward,
     unreadable_data,
 )
+from support.json_lines import read_json
 from support.runs import (
     Data,
     Finished,
@@ -44,7 +45,7 @@ def assert_ends(finished: Finished, code: int, sentence: str, folder: Path | Non
     assert finished.console.count(sentence) == 1, finished.console
     assert "Traceback" not in finished.console
     if folder is not None:
-        status = json.loads((folder / "checkpoints" / "STATUS.json").read_text())
+        status = read_json(folder / "checkpoints" / "STATUS.json")
         assert status["exit_code"] == code and sentence in status["reason"]
 
 
@@ -223,7 +224,7 @@ def test_a_second_run_in_the_same_folder(data: Data, copy: Path) -> None:
         run(options, copy, 2), CHECKPOINT, "another run writes its checkpoints to this directory"
     )
     assert (copy / "log.jsonl").read_bytes() == lines
-    assert json.loads((copy / "checkpoints/STATUS.json").read_text()) == {
+    assert read_json(copy / "checkpoints/STATUS.json") == {
         "exit_code": DONE
     }  # STATUS.json of the first run
     lock.close()
@@ -275,7 +276,7 @@ def test_a_full_disk_under_the_log(data: Data, tmp_path: Path) -> None:
 def test_a_console_that_cannot_be_written_ends_nothing(data: Data, tmp_path: Path) -> None:
     options = tiny_options(data, train_iters=3, save_interval=3, **in_folder(tmp_path))
     assert run(options, tmp_path, 1, full_console).exit_code == DONE
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": DONE}
+    assert read_json(tmp_path / "checkpoints" / "STATUS.json") == {"exit_code": DONE}
     assert [line["iteration"] for line in steps(tmp_path / "log.jsonl")] == [1, 2, 3]
     assert [
         found.manifest.step

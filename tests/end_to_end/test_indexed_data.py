@@ -1,6 +1,5 @@
 """Pretraining on a blend of an indexed data set and text, with --split, as Megatron users run it."""
 
-import json
 import random
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from megatron_packed.data.index.indexed_writer import IndexedWriter
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from support.json_lines import write_texts
 from support.runs import (
     WORDS,
     Data,
@@ -33,9 +33,7 @@ def test_a_blend_killed_and_resumed(data: Data, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "indexed_text_document", "<u2") as writer:
         for text in texts[:40]:
             writer.add_document(np.append(tokenizer.encode(text), tokenizer.eod_id))
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts[40:])
-    )
+    write_texts(tmp_path / "text.jsonl", texts[40:])
     blend = ("0.7", tmp_path / "indexed_text_document", "0.3", tmp_path / "text.jsonl")
     options = tiny_options(
         data,

@@ -20,6 +20,7 @@ from megatron_packed.models.flops import FlopCounter
 from megatron_packed.reporting.metric_names import tracked_name
 from megatron_packed.reporting.run_report import write_report
 from support.faults import hide_package
+from support.json_lines import read_lines
 from support.runs import LAST, Data, command_line, in_folder, run, steps, tiny_options
 
 USAGE = 2
@@ -33,7 +34,7 @@ def lines(uninterrupted: Callable[[int], Path]) -> list[dict[str, Any]]:
 
 
 def every_line(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return read_lines(folder / "log.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_operations_are_those_of_the_real_documents(
     for number, line in enumerate(trained):
         counted = line["tflops_per_gpu"] * 1e12 * line["step_time_ms"] / 1e3 * 2
         assert counted == pytest.approx(
-            counter.training(stream.lengths(stream.plan.step(number))).total
+            counter.training(stream.plan.lengths_of(stream.plan.step(number))).total
         )
         assert counted < 0.99 * counter.training([SLOTS // 2] * 2).total
 

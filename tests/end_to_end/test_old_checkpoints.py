@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_packed.checkpoint.sealed_json import seal, unseal
+from support.json_lines import read_lines
 from support.runs import Finished, run
 
 OLD = Path(__file__).parent / "old_checkpoints"
@@ -74,7 +75,7 @@ def test_it_goes_on_as_if_nothing_had_changed(
         assert finished.exit_code == 0, finished.console
         [line] = [line for line in finished.console.splitlines() if said in line]
         assert set(line.partition(said)[2].split()) == set(OLD_RULES[kind].split())
-    expected = [json.loads(line) for line in (tmp_path / "expected.jsonl").read_text().splitlines()]
+    expected = read_lines(tmp_path / "expected.jsonl")
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     found = [line for line in lines if not {"checkpoint", "end"} & line.keys()]
     assert len(found) == len(expected)

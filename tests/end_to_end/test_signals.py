@@ -1,6 +1,5 @@
 """A run that receives a stop signal saves, ends with its exit code, and can resume."""
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from megatron_packed.data.loader import Loader
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.training.trainer import Trainer
 from support.faults import as_if_begun_earlier, impatience, signal_all, signal_at, signal_in_save
+from support.json_lines import read_json
 from support.runs import (
     LAST,
     Data,
@@ -41,7 +41,7 @@ def assert_goes_on(
     assert finished.exit_code == 0, finished.console
     assert_same_state(folder / "checkpoints", uninterrupted(processes) / "checkpoints", LAST)
     assert steps(folder / "log.jsonl") == steps(uninterrupted(processes) / "log.jsonl")
-    assert json.loads((folder / "checkpoints" / "STATUS.json").read_text()) == {"exit_code": 0}
+    assert read_json(folder / "checkpoints" / "STATUS.json") == {"exit_code": 0}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,7 @@ def test_a_signal_ends_in_a_checkpoint(
         == steps(tmp_path / "log.jsonl")[-1]["iteration"]
         in (STEP + 1, STEP + 2)
     )
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {
-        "exit_code": PREEMPTED
-    }
+    assert read_json(tmp_path / "checkpoints" / "STATUS.json") == {"exit_code": PREEMPTED}
     assert_goes_on(tmp_path, processes, options, uninterrupted)
 
 
@@ -162,9 +160,7 @@ def test_under_torchrun(
     assert launcher.wait(60) != 0
     console = (tmp_path / "console.txt").read_text()
     assert console.count(STOPPED) == 1, console
-    assert json.loads((tmp_path / "checkpoints" / "STATUS.json").read_text()) == {
-        "exit_code": PREEMPTED
-    }
+    assert read_json(tmp_path / "checkpoints" / "STATUS.json") == {"exit_code": PREEMPTED}
     assert 2 <= saved_steps(tmp_path)[0] < LAST, "the signal came too late; make the run longer"
     assert_goes_on(tmp_path, 2, options, uninterrupted)
 

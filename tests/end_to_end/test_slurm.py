@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_packed.training.signals import SIGNALS
+from support.json_lines import read_json
 from support.quick_python import quick_python
 from support.runs import (
     LAST,
@@ -135,9 +136,7 @@ def test_a_job_whose_time_runs_out_has_another_turn(
         job.signal(number)
         assert begun.wait(60) == PREEMPTED, job.output
         assert job.requeued == turn
-        assert json.loads((run / "checkpoints" / "STATUS.json").read_text()) == {
-            "exit_code": PREEMPTED
-        }
+        assert read_json(run / "checkpoints" / "STATUS.json") == {"exit_code": PREEMPTED}
         assert job.output.count(f"{number.name}: the run will stop") == 1, job.output
         assert job.output.count("Stopped on request") == turn
     done = len(losses(run / "log.jsonl"))
@@ -323,7 +322,7 @@ def test_a_sweep_is_the_same_run_with_each_capacity(tmp_path: Path) -> None:
         assert job.begin(SLURM_ARRAY_TASK_ID=number, CAPACITIES="auto 64 16,64").wait(30) == 1, (
             job.output
         )  # no STATUS.json, so the job ends with exit code 1
-        words = json.loads((tmp_path / "words").read_text())
+        words = read_json(tmp_path / "words")
         given = words.index("@run.args")
         assert words[given : given + 4 + len(capacities)] == [
             "@run.args",

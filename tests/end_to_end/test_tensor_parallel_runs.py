@@ -1,6 +1,5 @@
 """Real runs with tensor parallelism: log and checkpoints equal those of one process."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from megatron_packed.cli.quickstart.command import answer_and_report
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.resume.load_for_inference import load_model
+from support.json_lines import read_lines
 from support.runs import (
     Data,
     assert_close_state,
@@ -32,7 +32,7 @@ def operations(folder: Path, processes: int) -> list[float]:
     """Return the operations of each step on all processes, in 10^12, from logged rate and step
     time.
     """
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "log.jsonl")
     return [
         e["tflops_per_gpu"] * processes * e["step_time_ms"] / 1e3 for e in lines if "lm_loss" in e
     ]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from megatron_packed.config.triton_assembler import assembler_variables
+from megatron_packed.config.environment_variables import assembler_variables
 
 if TYPE_CHECKING:
     from megatron_packed.distributed.groups import ParallelGroups
-    from megatron_packed.distributed.testing import WorkerPools
+    from support.process_pools import WorkerPools
 
 # Otherwise each process compiles flash-attn 4 again, which takes a minute in tests of two processes.
 # flash-attn 4 reads this when it is imported, and TransformerEngine imports it.
@@ -77,8 +77,8 @@ def groups() -> Iterator[ParallelGroups]:
 @pytest.fixture(scope="module")
 def one_gpu() -> Iterator[WorkerPools]:
     """Yield processes that share a GPU; NCCL does not accept them."""
-    from megatron_packed.distributed.testing import WorkerPools
     from support.fork_server import fork_server
+    from support.process_pools import WorkerPools
 
     fork_server()
     with WorkerPools(collective_timeout=120) as started:
@@ -88,7 +88,7 @@ def one_gpu() -> Iterator[WorkerPools]:
 @pytest.fixture(scope="module")
 def nccl_pools() -> Iterator[WorkerPools]:
     """Yield processes with a GPU each, which the tests of a file share."""
-    from megatron_packed.distributed.testing import WorkerPools
+    from support.process_pools import WorkerPools
 
     with WorkerPools(backend="nccl", collective_timeout=300) as started:
         yield started

@@ -8,10 +8,14 @@ import torch
 from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.save import save_checkpoint
-from megatron_packed.checkpoint.tensor_extent import Extent
-from megatron_packed.checkpoint.tensor_shard import shards_of, split_replicated, whole_tensors
+from megatron_packed.checkpoint.tensor_shard import (
+    Extent,
+    shards_of,
+    split_replicated,
+    whole_tensors,
+)
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
+from support.process_pools import run_distributed
 
 
 def make_state(device: str) -> dict[str, torch.Tensor]:

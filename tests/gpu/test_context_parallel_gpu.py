@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import DistributedError, run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
 from support import gpu_layouts
+from support.process_pools import DistributedError, run_distributed
 
 VOCAB, TOKENS = 512, 1024
 LENGTHS = [1, 3, 130, 257, 2, 300, 64, 90]

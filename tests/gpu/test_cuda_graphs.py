@@ -67,7 +67,9 @@ def fastest():
 @pytest.fixture(scope="module")
 def dense():
     """Return a job without experts, which couple documents by design."""
-    job = Job("M*-G*", Backends(deterministic=True), CaptureSizes.of([64], T)).capture()
+    job = Job(
+        "M*-G*", Backends(deterministic=True), CaptureSizes.from_capacities([64], T)
+    ).capture()
     yield job
     job.runner.close()
 
@@ -333,7 +335,7 @@ def test_memory_of_graphs():
     released()
     found = {}
     for name, capacities in {"one": [256], "four": [16, 64, 128, 256]}.items():
-        capture_sizes = CaptureSizes.of(capacities, tokens)
+        capture_sizes = CaptureSizes.from_capacities(capacities, tokens)
         job = Job("M*-" * 4, Backends(), capture_sizes, hidden, tokens)
         eager = peak(job, capture_sizes, lambda micro_batch: micro_batch.to(DEVICE))
         job.capture()
@@ -439,7 +441,7 @@ def drive(micro_batch):
 def pack(size):
     return MicroBatch.build([(torch.arange(100).numpy(), None)], 256, size.capacity, (1.0, 1.0), size.max_seqlen)
 
-capture_sizes = CaptureSizes.of([4], 256)
+capture_sizes = CaptureSizes.from_capacities([4], 256)
 runner = LayerGraphs(
     {"reduced": module}, drive, total_tokens=256, capture_sizes=capture_sizes, device=torch.device("cuda", 0)
 )

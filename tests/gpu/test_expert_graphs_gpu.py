@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.collectives import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import Axis, ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
@@ -38,6 +37,7 @@ from support.gpu_graph_steps import (
 )
 from support.gpu_layouts import MODEL, VOCAB, with_depths
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.collectives import all_reduce_sum
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.gpu_capture import capture
 from support.gpu_layouts import LAYERS
+from support.process_pools import run_distributed
 
 VOCAB, TOKENS, HIDDEN = 512, 1024, 256
 LENGTHS = ([1, 3, 130, 257, 2, 300, 64, 90], [700, 5])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.transformer_impl import transformer_engine_refusal
 from megatron_packed.models.decoder import Decoder
@@ -31,6 +30,7 @@ from support.gpu_graph_steps import (
     with_graphs,
 )
 from support.gpu_layouts import LAYOUTS, MODEL, VOCAB, T, sizes_of
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [

@@ -18,7 +18,6 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.training.build_job import build_job
 from support.gpu_layouts import (
     EVERY_LAYOUT,
@@ -32,6 +31,7 @@ from support.gpu_layouts import (
     sizes_of,
 )
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import run_distributed
 
 
 def steady_steps(

@@ -74,7 +74,7 @@ def pack(lengths, size):
     return MicroBatch.build(documents, T, size.capacity, (1.0, 1.0), size.max_seqlen).pin_memory()
 
 
-sizes = CaptureSizes.of([4, 32], T)
+sizes = CaptureSizes.from_capacities([4, 32], T)
 graphs = LayerGraphs(adapters, results, total_tokens=T, capture_sizes=sizes, device=DEVICE)
 graphs.capture(lambda size: pack([T // size.capacity] * size.capacity, size))
 assert graphs.counters.captures == 2 * (1 + 2 * len(PATTERN)), (graphs.counters, graphs.refusals)

@@ -25,7 +25,7 @@ def job():
     model = HybridModel(
         MODEL, vocab_size=VOCAB, max_positions=T, device="cuda", dtype=torch.bfloat16
     ).train()
-    layout = MetricsLayout.of(groups, model)
+    layout = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     spikes = SpikeDetector(window=128, factors=(3.0, 10.0), skip=True, device=groups.device)
     return TrainStep(model, buffers, Optimizer(buffers, spikes=spikes), groups)

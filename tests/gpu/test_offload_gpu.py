@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.mlp import MLP
 from megatron_packed.memory import activation_offload as offload_module
 from megatron_packed.memory.activation_offload import Offload
@@ -41,6 +40,7 @@ from support.gpu_memory_modes import (
     without,
 )
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import run_distributed
 
 pytestmark = pytest.mark.gpu
 
@@ -298,7 +298,9 @@ def test_graphs_hold_less_by_the_inputs_that_are_away(impl: str, groups: Paralle
         config = config_of(LARGE, TOKENS, deterministic=False)
         config = with_graphs(dataclasses.replace(config, memory=memory), impl)
         job = build_job(config, groups, VOCAB)
-        graphs = build_graphs(config, job, CaptureSizes.of([16], TOKENS), groups, print)
+        graphs = build_graphs(
+            config, job, CaptureSizes.from_capacities([16], TOKENS), groups, print
+        )
         assert graphs is not None
         with released(graphs):
             capture_graphs(graphs, job.step, PACKS, groups, first=True)

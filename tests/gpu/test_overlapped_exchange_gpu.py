@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packed.config.sections.all_to_all import NCCL, SYMMETRIC_MEMORY
+from megatron_packed.config.sections.collectives import NCCL, SYMMETRIC_MEMORY
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.training.build_job import Job, build_job
 from support.gpu_graph_steps import (
@@ -33,6 +32,7 @@ from support.gpu_graph_steps import (
 )
 from support.gpu_layouts import MODEL, VOCAB
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ import torch
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import (
     audit_graphs,
 )
@@ -29,6 +28,7 @@ from support.gpu_graph_steps import (
 )
 from support.gpu_layouts import EVERY_LAYOUT, VOCAB, model_of, sizes_of
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import WorkerPools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 

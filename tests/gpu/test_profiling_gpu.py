@@ -11,8 +11,7 @@ import torch
 
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.reporting.out_of_memory import MemoryHistory
-from megatron_packed.reporting.profiling import StepProfiler
+from megatron_packed.reporting.profiling import MemoryHistory, StepProfiler
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ import torch
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_job import build_job
 from support.gpu_graph_steps import (
     GATHERED_LATER,
@@ -38,6 +37,7 @@ from support.gpu_memory_modes import (
     without,
 )
 from support.host_waits import assert_no_wait, waiting
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 needs_transformer_engine = pytest.mark.skipif(

@@ -15,10 +15,10 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
-from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError, StepChecks
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
+from megatron_packed.training.train_step import StepChecks
 from support.gpu_graph_steps import (
     CAPTURE_SIZES,
     DEVICE,
@@ -30,6 +30,7 @@ from support.gpu_graph_steps import (
     steps_of,
 )
 from support.gpu_layouts import VOCAB
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 
@@ -111,5 +112,5 @@ def test_two_gpus_find_flips_and_change_no_number(
 ) -> None:
     options = options_of(name, impl)
     sizes = {"ep_size": 2} if "ep2" in name else {}
-    for found in nccl_pools.run(checked, 2, options, impl, layout=sizes, timeout=300):
+    for found in nccl_pools.run(checked, 2, options, impl, layout=sizes, timeout=150):
         assert_found(found, impl)

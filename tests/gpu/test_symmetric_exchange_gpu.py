@@ -24,9 +24,9 @@ from megatron_packed.distributed.symmetric_exchange import (
     connect_exchange,
 )
 from megatron_packed.distributed.symmetric_memory import OVERLAPPING_DEVICES
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.ops.permute.used_rows import used_rows
 from support.gpu_capture import capture
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -28,12 +28,12 @@ from megatron_packed.distributed.symmetric_memory import (
     connect,
     workspace_bytes,
 )
-from megatron_packed.distributed.testing import WorkerPools
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from support.gpu_capture import capture
+from support.process_pools import WorkerPools
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,6 @@ from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.cuda_graphs.audit import AuditMismatchError
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
@@ -36,6 +35,7 @@ from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack, packings, released
 from support.graph_slots import FAULTS, IN_FLIGHT, scheduled
 from support.host_waits import watched
+from support.process_pools import run_distributed
 from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, run_config
 
 STEPS = 10
@@ -47,7 +47,7 @@ def layers_of(impl: str) -> dict[str, Any]:
 
 CAPTURE_SIZES_OF = {
     LOCAL: CAPTURE_SIZES_OF_LAYERS,
-    TRANSFORMER_ENGINE: CaptureSizes.of([8, 64], TOKENS),
+    TRANSFORMER_ENGINE: CaptureSizes.from_capacities([8, 64], TOKENS),
 }
 """Capture sizes by implementation. cuDNN's deterministic attention, which TransformerEngine's
 layers use, does not support a document in every slot.
@@ -220,7 +220,7 @@ def replayed_and_eager(
     Args:
         fails: True makes the capture of the second layer fail on the last rank only.
     """
-    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.from_capacities([8, 32], SLOTS)
     config = run_config(impl, {}, deterministic=True)
     config = replace(
         config, model=replace(config.model, **model), parallel=ParallelConfig(**parallel)

@@ -17,7 +17,6 @@ from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.transformer_impl import implementation
 from megatron_packed.models.hybrid_model import HybridModel
@@ -33,6 +32,7 @@ from support.gpu_layouts import T as SLOTS
 from support.graph_jobs import Job as GraphJob
 from support.graph_jobs import different, pack
 from support.host_waits import waiting
+from support.process_pools import run_distributed
 from support.te_runs import LOCAL, TOKENS, TRANSFORMER_ENGINE, config_of, run_config
 
 CASES: dict[str, dict[str, Any]] = {
@@ -290,7 +290,7 @@ def test_a_checkpoint_does_not_know_whose_layers_made_it(
 @pytest.mark.gpu
 def test_replay_equals_eager_bit_for_bit() -> None:
     """Captured layers run changing packs, and all static tensors are NaN before each pack."""
-    capture_sizes = CaptureSizes.of([8, 64], TOKENS)
+    capture_sizes = CaptureSizes.from_capacities([8, 64], TOKENS)
     job = GraphJob(
         "M*-G*-", {"transformer_impl": TRANSFORMER_ENGINE, "deterministic": True}, capture_sizes
     ).capture()
@@ -306,7 +306,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
 
 def replayed_and_eager(groups: ParallelGroups, parallel: dict[str, Any]) -> dict[str, Any]:
     """Run training steps with graphs over all layers and their collectives, and eagerly."""
-    capture_sizes = CaptureSizes.of([8, 32], SLOTS)
+    capture_sizes = CaptureSizes.from_capacities([8, 32], SLOTS)
     eager = build_job(run_config(TRANSFORMER_ENGINE, parallel, deterministic=True), groups, VOCAB)
     config = run_config(TRANSFORMER_ENGINE, parallel, deterministic=True, graphs=True)
     job = build_job(config, groups, VOCAB)

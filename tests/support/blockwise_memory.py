@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packed.distributed import symmetric_memory
 from megatron_packed.distributed.collectives import all_gather_rows, own_rows
-from megatron_packed.models import tensor_overlap
 
 
 class BlockwiseMemory:
@@ -54,5 +54,5 @@ def stand_in_memory() -> Iterator[None]:
     def connect(group: dist.ProcessGroup, groups: Any, dtype: Any, nbytes: int) -> BlockwiseMemory:
         return BlockwiseMemory(group, nbytes)
 
-    with mock.patch.object(tensor_overlap, "connect", connect):
+    with mock.patch.object(symmetric_memory, "connect", connect):
         yield

@@ -14,7 +14,7 @@ from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs
 from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training import pretrain
+from megatron_packed.training import build_graphs
 from megatron_packed.training.train_step import TrainStep
 from support.faults import on_call
 from support.stand_in import RecordingBackend
@@ -36,8 +36,8 @@ def capture_on_cpu(
             reported and at the first step, with the number of graphs that exist.
     """
     backend = RecordingBackend(fail_at if int(os.environ["RANK"]) == rank else ())
-    pretrain.build_graphs = partial(pretrain.build_graphs, backend=backend)
-    pretrain.refuse_eager = lambda options, device: None
+    build_graphs.build_graphs = partial(build_graphs.build_graphs, backend=backend)
+    build_graphs.refuse_eager = lambda options, device: None
     _before_each_call(LayerGraphs, "place", backend.scramble)
     _before_each_call(FullIterationGraphs, "run", backend.scramble)
     if diary is not None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.read_tensors import read_tensor
+from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import write_files
 from megatron_packed.models.convert.weight_rows import weights_of
@@ -111,3 +114,26 @@ def write_model(
     write_files(directory, listed, tensors.__getitem__, max_file_bytes)
     (directory / "config.json").write_text(json.dumps(fields))
     return tensors
+
+
+def convert(*words: object) -> int:
+    """Return the exit code of ``megatron-packed convert``."""
+    return main(["convert", *map(str, words)])
+
+
+def from_hf(source: Path, target: Path, *words: object) -> int:
+    """Return the exit code of ``convert --from-hf``."""
+    return convert("--from-hf", source, "--save", target, *words)
+
+
+def to_hf(target: Path, checkpoint: Path, *words: object) -> int:
+    """Return the exit code of ``convert --to-hf``."""
+    return convert("--to-hf", target, "--load", checkpoint, *words)
+
+
+def imported(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint of ours, parameters by their names in the model."""
+    manifest = read_manifest(path)
+    return {
+        name.removeprefix("model/"): read_tensor(path, name, manifest) for name in manifest.tensors
+    }

@@ -1,17 +1,26 @@
 """Small tokenizers and data sets for the data tests."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_packed.data.errors import BadLine
+from megatron_packed.data.index.indexed_file import IndexedFile
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.data.packing.step_plan import PieceTable
+from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.packed.array_types import Int32Array
 
 CORPUS = [
     "Hello there, how are you today? I am fine.\n\nThe user asks, the assistant answers. "
@@ -35,6 +44,18 @@ AWKWARD = [
     "\U0010ffff\ue000",
 ]
 """Texts that are difficult for tokenizers."""
+
+
+def evaluation_of(plan: PackPlan, max_steps: int | None = None) -> EvaluationPlan:
+    """Return a plan of one evaluation over the pieces of a plan, by its rules."""
+    shared = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PieceTable)}
+    return EvaluationPlan(**shared, max_steps=max_steps)
+
+
+def sequence_of(file: IndexedFile, number: int) -> Int32Array:
+    """Return the tokens of one sequence of an indexed data set."""
+    ends = np.cumsum([0, *file.lengths])
+    return file.tokens(int(ends[number]), int(ends[number + 1]))
 
 
 def save_tokenizer(directory: Path, engine: tokenizers.Tokenizer, **config) -> HuggingFaceTokenizer:
@@ -130,3 +151,8 @@ def marked(tokenizer, document) -> str:
         piece = tokenizer.decode([token])
         text += f"[{piece}]" if target else piece
     return text.replace("][", "")
+
+
+def samples_of(line: object, *options: Any) -> list[Any]:
+    """Return the samples of a line with this value; options are those of `parse_line`."""
+    return parse_line(json.dumps(line).encode(), *options)

@@ -67,7 +67,7 @@ class Chain:
             modules,
             self.drive,
             total_tokens=T,
-            capture_sizes=CaptureSizes.of([16], T),
+            capture_sizes=CaptureSizes.from_capacities([16], T),
             device=DEVICE,
             backend=new_backend(),
             say=self.said.append,
@@ -89,7 +89,7 @@ class Chain:
 
     def check(self):
         """Check that replay equals eager execution."""
-        capture_sizes = CaptureSizes.of([16], T)
+        capture_sizes = CaptureSizes.from_capacities([16], T)
         for seed, lengths in enumerate([[T], [100, 200, 300], [64] * 16]):
             micro_batch = pack(lengths, seed, capture_sizes)
             found = self.results(self.runner.place(micro_batch))

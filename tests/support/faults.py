@@ -33,7 +33,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import NO_LABEL
 from megatron_packed.reporting import run_writers
-from megatron_packed.reporting.metric_writers import JsonlWriter
+from megatron_packed.reporting.log_file import JsonlWriter
 from megatron_packed.resume import run_and_random_state as run_state
 from megatron_packed.training import failures, pretrain
 from megatron_packed.training.late_metrics import LateMetrics
@@ -296,7 +296,7 @@ def damaged_block(micro_batch: int, rank: int) -> None:
     """Damage the tokens that ``rank`` reads when it prepares its ``micro_batch``-th micro-batch."""
 
     def damage(loader: Loader) -> None:
-        blocks = loader.dataset._tokens._blocks
+        blocks = loader.dataset._tokens
         blocks._checked[:] = False
         blocks.checksums = blocks.checksums ^ 1
 

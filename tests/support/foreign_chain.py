@@ -10,7 +10,7 @@ from support.stand_in import RecordingBackend
 from support.tiny_graph_jobs import T, assert_equal, full_of, pack
 
 D = 8
-ONE = CaptureSizes.of([4], T)
+ONE = CaptureSizes.from_capacities([4], T)
 FIRST, SECOND = [10, 20], [5, 6, 7]
 
 
@@ -77,6 +77,11 @@ class Chain:
         output = self.forward(hidden, micro_batch.packed)
         output.square().sum().backward()
         return output.detach().clone(), hidden.grad
+
+    def audit(self, lengths):
+        return self.runner.audit(
+            pack(lengths, capture_sizes=self.runner.capture_sizes), deterministic=True
+        )
 
     def results(self, micro_batch):
         self.buffers.zero_grad()

@@ -43,7 +43,7 @@ from megatron_packed.training.build_graphs import build_graphs, capture_graphs, 
 from megatron_packed.training.build_job import Job, build_job
 from support.gpu_layouts import LAYOUTS, LAYOUTS_OF_FOUR, MODEL, VOCAB, T
 
-CAPTURE_SIZES = CaptureSizes.of([8, 32], T)
+CAPTURE_SIZES = CaptureSizes.from_capacities([8, 32], T)
 STEPS, PACKS, EPOCHS = 25, 4, 4
 OVERFLOWS = 3
 """Number of the step in which a pack of the first data-parallel rank exceeds all capture sizes."""

@@ -24,7 +24,7 @@ from support.gpu_capture import poison_pool
 
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 T, HIDDEN, VOCAB = 1024, 256, 512
-CAPTURE_SIZES = CaptureSizes.of([8, 64, T], T)
+CAPTURE_SIZES = CaptureSizes.from_capacities([8, 64, T], T)
 SCALES = (1e-3, 0.5, 1e-3, 1e-3)
 RESULTS = (
     "loss",

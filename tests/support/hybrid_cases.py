@@ -4,10 +4,13 @@ import numpy as np
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.backends import Backends
+from megatron_packed.layers.build import Build
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
 
 VOCAB = 61
+CPU_BUILD = Build(backends=Backends(), device="cpu", dtype=torch.float32)
 CHUNK = 8
 
 # Shorter than the convolution, one chunk, a chunk and one token, several chunks.

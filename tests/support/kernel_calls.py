@@ -1,5 +1,6 @@
 """Records of the backends that a training step calls, for tests of the kernels that a run lists."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
+from support.code_prints import Module
 
 FLAGS = [
     "--hidden-size",
@@ -73,8 +75,9 @@ def called_in_a_step(
 ) -> dict[str, set[str]]:
     """Return the backends of each op that forward, backward and update of the real model call.
 
-    Functions that a backend imports are not its own. A ``functools.partial`` has no module, so each
-    one in a backend counts as its own. Calls on the meta device compute nothing and do not count.
+    Functions that a backend imports are not its own, unless it binds them to another name. A
+    ``functools.partial`` has no module, so each one in a backend counts as its own. Calls on the
+    meta device compute nothing and do not count.
     """
     called: dict[str, set[str]] = {}
     for op, _, _ in op_requests(config, device):
@@ -86,8 +89,9 @@ def called_in_a_step(
             for name in list(vars(module)):
                 function = getattr(module, name)
                 here = backend.module.partition(":")[0]
+                bound = Module(Path(sys.modules[here].__file__ or "")).definitions
                 own = isinstance(function, partial) or (
-                    isfunction(function) and function.__module__ == here
+                    isfunction(function) and (function.__module__ == here or name in bound)
                 )
                 if (
                     own

@@ -6,7 +6,8 @@ import argparse
 import io
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def cut(tensor: Tensor, parts: int) -> list[tuple[tuple[int, ...], Tensor]]:
 
 def write(
     folder: Path,
-    found: Mapping[str, Tensor],
+    found: Mapping[str, Tensor] | None = None,
     args: Mapping[str, Any] | None = ARGS,
     *,
     parts: int = 1,
@@ -195,12 +196,14 @@ def write(
     """Write a checkpoint.
 
     Args:
+        found: tensors by name, by default those of `tensors`.
         args: Megatron's options; None writes none, as NeMo.
         parts: number of parts of each tensor, in one file for each.
         common_file: write the options to ``common.pt``, as older versions.
         more: further plain values, for example `TRAINED`.
         blocks: number of blocks along each dimension, for tensors that are stored as blocks.
     """
+    found = tensors() if found is None else found
     shapes = {
         name: {"nd_reformulated_orig_global_shape": found[name].shape} for name in blocks or {}
     }
@@ -239,3 +242,26 @@ def write(
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))
+
+
+def write_trained(
+    folder: Path,
+    state: Mapping[str, Tensor] | None = None,
+    args: Mapping[str, Any] | None = TRAINED_ARGS,
+    more: Mapping[str, Any] = TRAINED,
+    **how: Any,
+) -> None:
+    """Write the weights of `tensors` with the state of an optimizer, by default of `optimizer`."""
+    found = tensors()
+    write(
+        folder, {**found, **(optimizer(found) if state is None else state)}, args, more=more, **how
+    )
+
+
+@contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """Yield the metadata of a checkpoint for changes, and write them."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    yield metadata
+    path.write_bytes(pickle.dumps(metadata))

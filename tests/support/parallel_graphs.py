@@ -21,7 +21,7 @@ from support.layouts import SLOTS, VOCAB, Way, config_of, scales_of
 from support.stand_in import RecordingBackend
 from support.te_stand_in import stand_in
 
-CAPTURE_SIZES = CaptureSizes.of([2, 6], SLOTS)
+CAPTURE_SIZES = CaptureSizes.from_capacities([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
 """Lengths of the documents in each pack of a step; all packs fit in the capture sizes."""
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.json_lines import write_lines
+
 WORDS = ["red", "green", "blue", "amber", "violet", "silver", "cool", "warm", "é", "雪"]
 
 
@@ -116,5 +118,5 @@ def _of(path: Path, fields: str | None, pairs: list[tuple[str, str]]) -> Publish
 
 
 def _lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -168,7 +169,7 @@ def quack_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quack]:
 
     for api in (dense_mlp, grouped_mlp, residual_projection):
         # Backends and choices are cached, and must not outlive the stand-in.
-        backends = tuple(map(replace, api.OP.backends))
+        backends = tuple(replace(each, gpu_only=False) for each in api.OP.backends)
         monkeypatch.setattr(api, "OP", Op(api.OP.name, backends, on_meta=api.OP.on_meta))
     monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(quack_tiles, "_THREAD", threading.local())
@@ -225,3 +226,49 @@ def clear_by_torch(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Non
     for module in (grouped_linear, *modules):
         monkeypatch.setattr(module, "zero_rows_after_", cleared)
     monkeypatch.setattr(grouped_linear, "zero_unused_experts_", used)
+
+
+def assert_few_plans(monkeypatch, run, counts):
+    """Check that calls of ``run`` with other numbers of rows keep few plans of the joined products."""
+    epilogues = import_module("megatron_packed.ops.quack_epilogues")
+    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
+    for rows in counts:
+        run(rows)
+        for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):
+            assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+
+
+OLDER = "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works"
+OTHER_GPU = "the tiles are those of compute capability 9.x, found (10, 0)"
+
+
+def other_machine(monkeypatch):
+    """Install an older version of the stand-in, on a GPU that is no Hopper."""
+    older = type(import_module("megatron_packed.ops.quack_epilogues")._squared_relu)
+    monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+
+
+def saved_shapes(call):
+    """Return the shapes of the tensors that autograd saves in a call."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: found.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
+        call()
+    return found
+
+
+def assert_a_row_is_alone(run, x, dy):
+    """Check that another token changes no other row of the output and of dx."""
+    before = run(x, dy)
+    x[7], dy[7] = 3.0, torch.nan
+    after = run(x, dy)
+    others = torch.arange(len(x)) != 7
+    for name in ("y", "x"):
+        assert torch.equal(before[name][others], after[name][others])
+        assert not torch.equal(before[name][7], after[name][7])
+
+
+def assert_equal(got, want):
+    assert all(torch.equal(got[name], want[name]) for name in want)

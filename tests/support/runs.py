@@ -31,6 +31,7 @@ from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from support.fork_server import fork_server
+from support.json_lines import read_lines
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "pretrain_hybrid.py"
@@ -381,7 +382,7 @@ def steps(log: Path) -> list[dict[str, Any]]:
     These are times, memory, imbalance of ranks, names of kernels, facts about the run, and answers
     to sample prompts.
     """
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = read_lines(log)
     return [
         {name: value for name, value in record.items() if name not in _TIMINGS}
         for record in records

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from megatron_packed.cli.main import main
 from megatron_packed.inputs.prompts import encode_prompts, texts
 from megatron_packed.models.generate import generate
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases
+from support.converted_model import convert
 from support.huggingface_models import NO_STEP_LIMIT, filled
 from support.runs import TINY_RUN, flags_of, trained
 from support.template_conversations import STRUCTURES, write_tokenizer
@@ -257,5 +257,5 @@ def _succeed(*words: object) -> str:
     """Run ``megatron-packed convert`` and return what it prints."""
     said = io.StringIO()
     with redirect_stdout(said):
-        assert main(["convert", *map(str, words)]) == 0
+        assert convert(*words) == 0
     return said.getvalue()

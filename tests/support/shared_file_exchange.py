@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packed.distributed import symmetric_exchange
 from megatron_packed.distributed.symmetric_exchange import PIECE_SLOTS, SymmetricExchange, UsedBytes
-from megatron_packed.models import equal_exchanges
 
 PIECE_BYTES = 1024
 """Small pieces, so that the messages of a tiny model have more pieces than slots."""
@@ -65,5 +65,5 @@ def stand_in_exchanges() -> Iterator[None]:
     def connect(group: dist.ProcessGroup, groups: Any) -> SymmetricExchange:
         return SharedFileExchange(group, groups.device, PIECE_BYTES)
 
-    with mock.patch.object(equal_exchanges, "connect_exchange", connect):
+    with mock.patch.object(symmetric_exchange, "connect_exchange", connect):
         yield

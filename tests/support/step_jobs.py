@@ -47,7 +47,7 @@ CONFIG = ModelConfig(
 )
 
 
-CAPTURE_SIZES = CaptureSizes.of([2, 5], SLOTS)
+CAPTURE_SIZES = CaptureSizes.from_capacities([2, 5], SLOTS)
 GROUPS = ParallelGroups.single()
 step_values = partial(StepValues.from_list, depths=CONFIG.mtp_depths)
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from support.messages import assistant, tool, user
+
 TOKENIZERS = Path(__file__).parents[1] / "unit" / "data" / "tokenizers"
 TEMPLATES = TOKENIZERS / "templates"
 TABLES = TOKENIZERS / "template_tables"
@@ -275,15 +277,15 @@ class _Draw:
         for _ in range(1 + self._below(4)):
             messages += self._turn(has_tools)
         if self._happens(0.05):
-            messages.append({"role": "user", "content": self._text()})
+            messages.append(user(self._text()))
         if not any(message["role"] == "assistant" for message in messages):
             messages.append(self._answer())
         return line
 
     def _turn(self, has_tools: bool) -> list[dict[str, Any]]:
-        messages = [{"role": "user", "content": self._text() + self._switch()}]
+        messages = [user(self._text() + self._switch())]
         if self._happens(0.02):
-            messages.append({"role": "user", "content": self._text()})
+            messages.append(user(self._text()))
         while has_tools and self._happens(0.45):
             call = self._call_message()
             messages.append(call)
@@ -294,7 +296,7 @@ class _Draw:
         return messages
 
     def _answer(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self._text(answer=True)}
+        message: dict[str, Any] = assistant(self._text(answer=True))
         if self._happens(0.005):
             message["content"] = self._choice(("", "\n"))
         self._add_thoughts(message)
@@ -329,7 +331,7 @@ class _Draw:
         content = self._text()
         if self._happens(0.4):
             content = json.dumps({"result": content}, ensure_ascii=False)
-        message = {"role": "tool", "content": content}
+        message = tool(content)
         if "id" in call:
             message["tool_call_id"] = call["id"]
         if self._happens(0.3):

@@ -3,48 +3,26 @@
 import numpy as np
 import torch
 
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.hybrid_cases import tiny_config
 from support.stand_in import RecordingBackend
 
 T, VOCAB = 64, 61
-CAPTURE_SIZES = CaptureSizes.of([4, 12, T], T)
+CAPTURE_SIZES = CaptureSizes.from_capacities([4, 12, T], T)
 
 
 def tiny_model(pattern="M*-EG*", **changes) -> HybridModel:
-    config = ModelConfig(
-        **{
-            "hybrid_layer_pattern": pattern,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "kv_channels": 8,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "mamba_state_dim": 16,
-            "mamba_num_groups": 2,
-            "mamba_chunk_size": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_experts": 5 if "E" in pattern else None,
-            "moe_ffn_hidden_size": 16,
-            "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,
-            "normalization": "RMSNorm",
-            "add_bias_linear": False,
-            "squared_relu": True,
-            "init_method_std": 0.2,
-            "position_embedding_type": "rope",
-            "make_vocab_size_divisible_by": 16,
-        }
-        | changes
-    )
+    values = {
+        "linear_value_head_dim": 8,
+        "moe_aux_loss_coeff": 0.1 if "E" in pattern else 0.0,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": False,
+    }
+    config = tiny_config(pattern, **values | changes)
     return HybridModel(config, vocab_size=VOCAB, max_positions=T, seed=7).train()
 
 

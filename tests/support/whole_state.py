@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.tensor_extent import Extent
+from megatron_packed.checkpoint.tensor_shard import Extent
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_job import Job
 

@@ -228,6 +228,22 @@ def test_no_optional_library_is_imported_by_the_cpu_path():
     assert not (loaded & OPTIONAL) - allowed
 
 
+ONLY_IF_ASKED_FOR = tuple(
+    f"megatron_packed.{name}"
+    for name in (
+        *("cuda_graphs.", "memory.", "models.decoder", "models.freeze", "models.sampling"),
+        *("models.multi_token_prediction", "optim.statistics", "reporting.out_of_memory"),
+        *("reporting.profiling", "training.answers", "training.build_graphs"),
+        *("training.expert_bounds", "training.replica_checks"),
+    )
+)
+
+
+def test_a_run_imports_only_the_capabilities_that_its_options_ask_for():
+    names = run_python("import sys, megatron_packed.training.pretrain; print(*sys.modules)").split()
+    assert [name for name in names if name.startswith(ONLY_IF_ASKED_FOR)] == []
+
+
 @pytest.mark.parametrize("attempts", [3])
 def test_import_costs_at_most_half_a_second_over_torch(attempts):
     """Measure the CPU time, which other processes of the machine change less than the elapsed time."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from support import kernel_code, shown
+from support.json_lines import read_json
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "docs" / "support").glob("*.json"))
@@ -37,11 +38,7 @@ def test_records_say_what_tests_say(tmp_path, quick_programs):
         for path in (ROOT / "tests").rglob("test_*.py")
         if "mark.shows(" in path.read_text()
     }
-    named = {
-        name.split("::")[0]
-        for record in RECORDS
-        for name in json.loads(record.read_text())["tests"]
-    }
+    named = {name.split("::")[0] for record in RECORDS for name in read_json(record)["tests"]}
     files |= {str(ROOT / name) for name in named if (ROOT / name).exists()}
     copies = [tmp_path / record.name for record in RECORDS]
     options = []
@@ -169,7 +166,7 @@ def test_what_a_run_records(phases, outcome, tmp_path):
         recorder = shown.Recorder(config, path)
         for phase in phases:
             recorder.pytest_runtest_logreport(report(*phase.split()))
-    entry = json.loads(path.read_text())["tests"]["tests/a.py::test"]
+    entry = read_json(path)["tests"]["tests/a.py::test"]
     if outcome == "not run":
         assert entry == {"outcome": outcome, "shows": CLAIM}
         return
@@ -178,7 +175,7 @@ def test_what_a_run_records(phases, outcome, tmp_path):
     assert entry == {"outcome": outcome, "commit": "abcdef01", "card": "CPU", **EVIDENCE}
     skipping = shown.Recorder(config, path)
     skipping.pytest_runtest_logreport(report("setup", "skipped"))
-    after = json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"]
+    after = read_json(path)["tests"]["tests/a.py::test"]["outcome"]
     assert after == ("passed" if outcome == "passed" else "skipped")
     path.write_text(path.read_text().replace(shown.torch.__version__, "0.1"))
     with pytest.raises(pytest.UsageError, match="another machine or other versions"):
@@ -191,7 +188,7 @@ def test_a_skip_does_not_keep_a_pass_of_other_code(tmp_path):
     recorder = shown.Recorder(config_of(tmp_path), path)
     recorder._write({"tests/a.py::test": old})
     recorder.pytest_runtest_logreport(report("setup", "skipped"))
-    assert json.loads(path.read_text())["tests"]["tests/a.py::test"]["outcome"] == "skipped"
+    assert read_json(path)["tests"]["tests/a.py::test"]["outcome"] == "skipped"
 
 
 def test_a_record_needs_the_commit_of_the_tested_files(tmp_path):
@@ -293,7 +290,7 @@ def test_the_list_of_tests_says_what_they_compare_and_when_they_ran(script):
 
 def test_every_outcome_on_record_has_its_run_and_its_code():
     for record in RECORDS:
-        for name, entry in json.loads(record.read_text())["tests"].items():
+        for name, entry in read_json(record)["tests"].items():
             keys = {*entry}
             if entry["outcome"] == "not run":
                 assert keys == {"outcome", "shows"}, name

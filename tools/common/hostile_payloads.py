@@ -1005,7 +1005,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 
 def _attached_template(folder: Path, canary: Canary) -> None:
     """Replace the attached template with a hostile one, and give the manifest its checksum."""
-    from megatron_packed.checkpoint.attached_files import AttachedFile
+    from megatron_packed.checkpoint.manifest import AttachedFile
 
     path = folder / "ck/step_00000002/template.jinja"
     path.write_text(templates(canary)["globals of cycler"])
@@ -1016,7 +1016,9 @@ def _attached_template(folder: Path, canary: Canary) -> None:
 def _checkpoints() -> Iterator[Payload]:
     reader = "own checkpoint"
     for name, edit in EDITS.items():
-        yield Payload(reader, f"sealed manifest: {name}", _sealed(edit))
+        # Metadata without a meaning here is passed over, as that of a later version must be.
+        harmless = name == "metadata deep"
+        yield Payload(reader, f"sealed manifest: {name}", _sealed(edit), harmless)
     yield Payload(reader, "attached template", _attached_template)
     for name, content in {
         "outside": b"../outside",

@@ -169,7 +169,7 @@ class LayoutCase:
             for depth in range(1 + depths)
         )
         scales = (1 / main, 1 / sum(map(bool, packs)), *(1 / max(count, 1) for count in later))
-        built, sizes = [], CaptureSizes.of(self.capacities, self.slots)
+        built, sizes = [], CaptureSizes.from_capacities(self.capacities, self.slots)
         for first in range(0, len(packs), dp_size):
             together = packs[first : first + dp_size]
             documents = max(map(len, together))
@@ -261,7 +261,7 @@ def captured(
     bounds = ExpertBounds(job.step, groups, packs_per_step=case.packs, say=lambda line: None)
     if bounds.unknown:
         bounds.observe(first)
-    sizes = CaptureSizes.of(case.capacities, case.slots)
+    sizes = CaptureSizes.from_capacities(case.capacities, case.slots)
     backend = RecordingBackend()
     graphs = build_graphs(config, job, sizes, groups, lambda line: None, backend)
     if graphs is None:

@@ -19,13 +19,10 @@ from functools import partial
 from typing import Any
 
 from megatron_packed import __version__
-from megatron_packed.cli.command import command
-from megatron_packed.cli.doctor.findings import Finding, State
+from megatron_packed.cli.command import UsageError, command
+from megatron_packed.cli.doctor.findings import Finding, State, machine_verdict, problem_findings
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
-from megatron_packed.cli.doctor.system_calls import system_call_finding
-from megatron_packed.cli.doctor.verdict import machine_verdict, problem_findings
-from megatron_packed.cli.errors import UsageError
 from megatron_packed.config.kernel_options import OPTION_OF
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import (
@@ -35,7 +32,7 @@ from megatron_packed.config.optional_packages import (
     strangers,
     version_of,
 )
-from megatron_packed.explain.capability import beside
+from megatron_packed.explain.terminal_lines import beside
 
 EXIT_PROBLEM = 1
 LINE_EVERY = 10.0
@@ -109,7 +106,6 @@ def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[F
         answers |= run_probes(_to_run(chosen), seconds, begins)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    machine = machine_findings()
     gpu = [
         Finding(**{**fields, "state": State(fields["state"])})
         for fields in answers["gpu"].get("findings", [])
@@ -125,11 +121,11 @@ def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[F
         )
     return {
         "packages": [
-            *_strangers(answers),
+            *_strangers(),
             *(_package(package, answers, on_gpu) for package in PACKAGES),
         ],
         "kernels": _kernels(answers),
-        "machine": [*gpu, *machine, system_call_finding()],
+        "machine": [*gpu, *machine_findings()],
     }
 
 
@@ -174,7 +170,7 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
     ]
 
 
-def _strangers(answers: ProbeAnswers) -> list[Finding]:
+def _strangers() -> list[Finding]:
     """Return findings of unrelated packages that were installed by mistake. An unrelated package
     does no harm if the wanted package is installed too.
     """

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,12 +27,17 @@ FILES = 4096
 """Minimum limit of open files: each peer of a rank needs some, and so does each shard of a data set
 or checkpoint.
 """
+_FILTER_PROGRAM = (
+    "from megatron_packed.data.tokenizers.system_call_filter import restrict_process; "
+    "print(restrict_process())"
+)
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 def machine_findings() -> list[Finding]:
-    """Return findings about shared memory, limits and the clock of this machine."""
-    return [_driver(), _shared_memory(), _locked_memory(), _open_files(), _clock()]
+    """Return findings about shared memory, limits, the clock and the filter of system calls."""
+    checks = (_driver, _shared_memory, _locked_memory, _open_files, _clock, _system_calls)
+    return [check() for check in checks]
 
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Finding:
@@ -147,3 +154,23 @@ _STATUS_OFFSET = 5 * ctypes.sizeof(ctypes.c_long)
 """Offset of ``int status`` in struct timex. The fields before it are modes (padded to a long),
 offset, freq, maxerror and esterror.
 """
+
+
+def _system_calls() -> Finding:
+    """Return whether the kernel permits the filter of `system_call_filter`, by a try in a child.
+
+    Processes that read files of downloads use it.
+    """
+    name = "system-call filter"
+    ran = subprocess.run([sys.executable, "-c", _FILTER_PROGRAM], capture_output=True, text=True)
+    reason = ran.stdout.strip()
+    if ran.returncode == 0 and not reason:
+        probes = "seccomp: no files, network, programs or signals"
+        return Finding(name, State.WORKS, probes)
+    lines = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
+    return Finding(
+        name,
+        State.ABSENT,
+        detail=reason or lines[-1],
+        instead="jinja2's sandbox and limits of time and memory",
+    )

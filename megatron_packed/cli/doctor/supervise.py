@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_packed.config.triton_assembler import assembler_variables
+from megatron_packed.config.environment_variables import assembler_variables
 
 MODULE = "megatron_packed.cli.doctor.probe"
 

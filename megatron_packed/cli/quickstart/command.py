@@ -13,8 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_packed.cli.command import command
-from megatron_packed.cli.errors import EXIT_DATA, UsageError
+from megatron_packed.cli.command import EXIT_DATA, UsageError, command
 from megatron_packed.cli.quickstart.questions import write_questions
 from megatron_packed.config.kernel_options import count_gpus
 from megatron_packed.config.parser.parse import parse_or_exit
@@ -57,7 +56,8 @@ def quickstart_command(arguments: argparse.Namespace, run_flags: Sequence[str]) 
         ) from None
     if arguments.prepare:
         return 0
-    from megatron_packed.launch.launcher import LaunchOptions, launch
+    from megatron_packed.launch.launcher import launch
+    from megatron_packed.launch.local_ranks import LaunchOptions
 
     flags = [f"@{flags_file}", *run_flags]
     code = launch(LaunchOptions(processes=processes), flags)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, layers, option_given, option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
     Exchanged,
@@ -35,7 +34,9 @@ CORE_ATTENTION = "core_attn"
 def _has_short_window(run: RunConfig, processes: int) -> bool:
     """Return False if the window covers the longest document."""
     window, longest = run.model.window_size, run.packing.max_document_length
-    return window is None or window_sides(window)[0] + 1 < longest
+    if window is None:
+        return True
+    return window_sides(window)[0] + 1 < longest
 
 
 ROPE = option_is_not("model.position_embedding_type", "none")
@@ -247,7 +248,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
         follows = kind.has_activation and self.layer_types[:layer_number][-1:] == [SYMBOL]
         return kind.attends or follows
 
-    def attention_rules(self, sound: Sound) -> Iterator[Problem]:
+    def attention_rules(self, sound: Sound) -> Problems:
         heads = self.num_attention_heads
         if sound("num_attention_heads", "hidden_size") and heads and self.kv_channels is None:
             yield self.problem(
@@ -283,7 +284,7 @@ class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
                 "channels, at least 2",
             )
 
-    def _window_rules(self, sound: Sound) -> Iterator[Problem]:
+    def _window_rules(self, sound: Sound) -> Problems:
         if self.window_size is None or not sound("window_size"):
             return
         try:
@@ -334,7 +335,7 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
     )
 
 
-def attention_kernel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of the attention kernel with the size of heads and with zigzag rows."""
     if not sound("training.attention_backend"):
         return

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, Condition, option_given, option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problems
 from megatron_packed.config.kinds.layer_kind import (
     ACTIVATION,
     LAYER_NORM,
@@ -291,7 +290,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             and self.moe_expert_rank_capacity_factor is None
         )
 
-    def expert_rules(self, sound: Sound) -> Iterator[Problem]:
+    def expert_rules(self, sound: Sound) -> Problems:
         if self.add_bias_linear and sound("hybrid_layer_pattern"):
             yield self.problem(
                 "hybrid_layer_pattern",
@@ -309,7 +308,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             )
         yield from self._group_rules(sound)
 
-    def _group_rules(self, sound: Sound) -> Iterator[Problem]:
+    def _group_rules(self, sound: Sound) -> Problems:
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if chosen is None or groups is None:
             return  # as in Megatron, all groups are open
@@ -335,7 +334,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             )
 
 
-def _parallel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _parallel_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems of experts with the layout, the packs and the memory options."""
     model, parallel = run.model, run.parallel
     size, experts = parallel.expert_model_parallel_size, model.num_experts
@@ -361,9 +360,7 @@ def _parallel_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
     yield from _shared_expert_rules(run, sound)
 
 
-def _shared_token_rules(
-    parallel: ParallelConfig, packing: PackingConfig, sound: Sound
-) -> Iterator[Problem]:
+def _shared_token_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Problems:
     """Yield a problem if tensor-parallel ranks that dispatch different tokens cannot share the slots
     of a pack evenly.
     """
@@ -388,7 +385,7 @@ def _shared_token_rules(
         )
 
 
-def _shared_expert_rules(run: RunConfig, sound: Sound) -> Iterator[Problem]:
+def _shared_expert_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield a problem if one stream would restore a saved tensor that another stream reads."""
     memory, model = run.memory, run.model
     overlaps = sound(

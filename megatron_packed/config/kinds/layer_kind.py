@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, new_class
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from megatron_packed.config.errors import Problem
+    from megatron_packed.config.errors import Problems
     from megatron_packed.config.run import RunConfig
     from megatron_packed.config.section import Section, Sound
     from megatron_packed.config.sections.model import ModelConfig
@@ -117,9 +117,9 @@ class LayerKind:
     place: int = 100
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
-    rules: Callable[[ModelConfig, Sound], Iterator[Problem]] | None = None
+    rules: Callable[[ModelConfig, Sound], Problems] | None = None
     left_out: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    cross_rules: Callable[[RunConfig, Sound], Iterator[Problem]] | None = None
+    cross_rules: Callable[[RunConfig, Sound], Problems] | None = None
     required: tuple[str, ...] = ()
     refused_elsewhere: tuple[str, ...] = ()
     backends: Mapping[str, str] = field(default_factory=dict)
@@ -196,6 +196,30 @@ class Kinds(Mapping[str, LayerKind]):
         """Return the symbols with their names as one text: recurrences, attention, others."""
         kinds = sorted(self.values(), key=lambda kind: (not kind.mixes_tokens, kind.attends))
         return ", ".join(f"{kind.symbol} {kind.name}" for kind in kinds)
+
+    @cached_property
+    def backends(self) -> dict[str, str]:
+        """Option of the backend of each op of all kinds: op -> name."""
+        return {op: name for kind in self.values() for op, name in kind.backends.items()}
+
+    def options_of(self, section: str) -> type:
+        """Return a class with the options that all kinds add to a section, in order of the kinds."""
+        added = [kind.options[section] for kind in self.values() if section in kind.options]
+        # Kinds may share a class, and a class may be a base of another one.
+        bases = dict.fromkeys(
+            kind_class
+            for kind_class in added
+            if sum(issubclass(other, kind_class) for other in {*added}) == 1
+        )
+        owners: dict[str, type] = {}
+        for kind_class in added:
+            for name in vars(kind_class).get("__annotations__", {}):
+                if owners.setdefault(name, kind_class) is not kind_class:
+                    raise ValueError(
+                        f"{kind_class.__name__} and {owners[name].__name__} both have {name}"
+                    )
+        # Dataclass fields follow the bases from right to left.
+        return new_class(section, tuple(reversed(bases)))
 
     @cached_property
     def _records(self) -> dict[str, LayerKind]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problems
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
@@ -103,7 +102,7 @@ class MambaOptions(StackOptions, group=SSM, only_if=MAMBA_LAYERS):
         """Number of groups of inner channels that the gated norm normalises separately."""
         return self.mamba_norm_groups or self.mamba_num_groups
 
-    def mamba_rules(self, sound: Sound) -> Iterator[Problem]:
+    def mamba_rules(self, sound: Sound) -> Problems:
         hidden = self.hidden_size
         if sound("hidden_size", "mamba_head_dim") and self.mamba_num_heads is None:
             yield self.problem(

@@ -31,11 +31,13 @@ class AcceptedFlag:
         reason: the fact that makes the flag unnecessary, or what is done instead.
         values: the accepted values; None for a switch, () for any values unless ``differs``
             returns a problem.
+        has_effect: False for a flag that changes nothing here; True if its effect is always on.
     """
 
     reason: str
     values: tuple[str, ...] | None = None
     differs: Differs | None = None
+    has_effect: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ ANY: tuple[str, ...] = ()
 
 
 ACCEPTED = {
-    flag: AcceptedFlag(group["reason"], None if values is None else tuple(values))
+    flag: AcceptedFlag(group["reason"], None if values is None else tuple(values), has_effect=False)
     for group in table_rows("megatron/accepted_flags.json")
     for flag, values in group["flags"].items()
 }

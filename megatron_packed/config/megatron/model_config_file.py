@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_packed.config.errors import printable
-from megatron_packed.config.parser.config_file import plain_loader
+from megatron_packed.config.parser.config_file import plain_loader, yaml_fault
 from megatron_packed.config.parser.text_file import read_text_file
 
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
@@ -59,13 +59,8 @@ def read_model_config(path: str, environ: Mapping[str, str]) -> MegatronLine:
     text = read_text_file(path)
     try:
         root = plain_loader()(text).get_single_node()
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except yaml.MarkedYAMLError as error:
-        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise ValueError(f"is not valid YAML{where}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"is not valid YAML: {error}") from None
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ValueError(yaml_fault(error)[0]) from None
     sections = dict(_pairs(root, "the file"))
     if _ARGUMENTS not in sections:
         raise ValueError(f"has no key {_ARGUMENTS}")

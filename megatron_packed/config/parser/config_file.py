@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Fault, Problem
 from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.trainer_flags import answer
@@ -53,26 +53,25 @@ def read_config_file(path: str, problems: list[Problem]) -> list[ConfigFileEntry
         loader = plain_loader()(text)
         root = loader.get_single_node()
         return list(_entries(loader, root, path, problems)) if root is not None else []
-    except RecursionError:
-        problems.append(
-            Problem("--config", path, "is nested too deeply", "write sections with plain values")
-        )
-    except yaml.MarkedYAMLError as error:
-        where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        problems.append(
-            Problem(
-                "--config",
-                path,
-                f"is not valid YAML{where}: {error.problem}",
-                "correct it; text with *, :, # or a leading - needs quotes",
-            )
-        )
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: an impossible date, or a number with too many digits
-        problems.append(Problem("--config", path, f"is not valid YAML: {error}", "correct it"))
+    # ValueError: an impossible date, or a number with too many digits
+    except (RecursionError, yaml.YAMLError, ValueError) as error:
+        problems.append(Problem("--config", path, *yaml_fault(error)))
     return []
+
+
+def yaml_fault(error: Exception) -> Fault:
+    """Return what is wrong with the text that the loader refused, and the cure."""
+    import yaml
+
+    if isinstance(error, RecursionError):
+        return "is nested too deeply", "write sections with plain values"
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"is not valid YAML: {error}", "correct it"
+    where = f" at line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+    return (
+        f"is not valid YAML{where}: {error.problem}",
+        "correct it; text with *, :, # or a leading - needs quotes",
+    )
 
 
 @cache

@@ -5,24 +5,15 @@ splits.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron_packed.config.data_blend import NamedData
 from megatron_packed.config.parser.text_file import read_text_file
 from megatron_packed.config.value_checks import MOST_VALUES
 
 SPLITS = ("train", "valid", "test")
 MOST_PATH_BYTES = 2**20
 """Maximum bytes of a file of data paths: more than MOST_VALUES words of usual length."""
-
-
-class NamedData(NamedTuple):
-    """Words of the data paths of each split."""
-
-    train: tuple[str, ...] = ()
-    valid: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
-    fault: str = ""
-    """Problem of the file; if it is not empty, no data is named."""
 
 
 def read_data_args(path: str) -> NamedData:

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.command_line import META_FLAGS, spellings
 from megatron_packed.config.run import SECTIONS
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.table_rows import table_rows

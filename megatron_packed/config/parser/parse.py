@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.environment_variables import environment_problems
-from megatron_packed.config.errors import ConfigError, Problem, format_problems, printable
+from megatron_packed.config.errors import ConfigError, Problem, Problems, format_problems, printable
 from megatron_packed.config.idle_options import sentence as idle_sentence
 from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.kernel_options import kernels_missing_here
@@ -25,22 +25,18 @@ from megatron_packed.config.launch_checks import (
     package_problems,
 )
 from megatron_packed.config.layer_pattern import STAGE
-from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, TAKEN
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import GivenOptions, gather
-from megatron_packed.config.parser.stored_options import (
-    ReadStored,
-    take_for_inference,
-    take_stored,
-    with_stored_cure,
-)
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
 from megatron_packed.config.sections.memory import forced_buffers
 from megatron_packed.config.sections.parallel import REPLICA_SIZES, fewest_processes
+
+if TYPE_CHECKING:
+    from megatron_packed.config.parser.stored_options import ReadStored
 
 EXIT_CODE = 2
 EXIT_NOT_WRITTEN = 1
@@ -237,10 +233,14 @@ def _resolve(
 ) -> Parsed:
     taken_options = ""
     if infers:
+        from megatron_packed.config.parser.stored_options import take_for_inference
+
         assert read_stored is not None
         taken_options = take_for_inference(options, read_stored)
     # Programs that never read the checkpoint of another machine ignore its options.
-    elif on_this_machine or read_stored is not None:
+    elif options.uses_checkpoint and (on_this_machine or read_stored is not None):
+        from megatron_packed.config.parser.stored_options import take_stored
+
         taken_options = take_stored(options, read_stored, trains=launched)
     problems = list(options.problems)
     unsound = set(options.unsound)
@@ -281,12 +281,18 @@ def _resolve(
         problems += device_problems(run, os.environ, sound)
     if problems:
         if read_stored is not None:
+            from megatron_packed.config.parser.stored_options import with_stored_cure
+
             problems = with_stored_cure(options, problems)
         raise ConfigError(dict.fromkeys(problems))
     sources = {field.key: _origin(options, run, field) for field in every_field()}
     object.__setattr__(run, "origins", sources)
-    always = {flag: ALWAYS[flag].reason for flag in options.megatron_flags if flag in ALWAYS}
-    accepted = _accepted(options)
+    always, accepted = {}, {}
+    for flag, (texts, taken) in options.megatron_flags.items():
+        if taken.has_effect:
+            always[flag] = taken.reason
+        else:
+            accepted[" ".join((flag, *texts))] = taken.reason
     if stages:
         accepted["| in --hybrid-layer-pattern"] = "there is one pipeline stage"
     idle = without_effect(run, world_size)
@@ -345,19 +351,9 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _accepted(options: GivenOptions) -> dict[str, str]:
-    """Return the given flags that change nothing, with their values; and what is done instead."""
-    return {
-        " ".join((flag, *texts)): ACCEPTED[flag].reason
-        for flag, (texts, _) in options.megatron_flags.items()
-        if flag in ACCEPTED
-    }
-
-
-def _megatron_problems(options: GivenOptions, run: RunConfig) -> Iterator[Problem]:
-    for flag, (texts, _) in options.megatron_flags.items():
-        differs = TAKEN[flag].differs
-        rule = differs(texts, run) if differs is not None else ""
+def _megatron_problems(options: GivenOptions, run: RunConfig) -> Problems:
+    for flag, (texts, taken) in options.megatron_flags.items():
+        rule = taken.differs(texts, run) if taken.differs is not None else ""
         if rule:
             yield Problem(flag, " ".join(texts), rule, "correct it, or leave it out")
 

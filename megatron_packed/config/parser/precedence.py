@@ -9,28 +9,31 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.errors import MOST_SHOWN, Problem
-from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.options import Field
-from megatron_packed.config.parser.command_line import COMMAND_LINE, Occurrence, read_command_line
-from megatron_packed.config.parser.config_file import read_config_file
-from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
-from megatron_packed.config.parser.flag_registry import (
+from megatron_packed.config.parser.command_line import (
+    COMMAND_LINE,
     META_FLAGS,
+    Occurrence,
     Spelling,
+    read_command_line,
     spellings,
     usable_flags,
 )
-from megatron_packed.config.parser.value_text import WrongValueError, from_text, from_yaml
+from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.run import SECTIONS, every_field
-from megatron_packed.config.trainer_flags import answer, flags_in
-from megatron_packed.config.value_checks import placeholder
+from megatron_packed.config.value_checks import WrongValueError, from_text, from_yaml, placeholder
+
+if TYPE_CHECKING:
+    from megatron_packed.config.megatron.flags import AcceptedFlag
 
 # A higher level overrides a lower one. Within a level the last occurrence counts.
 FILE, ARGS_FILE, FLAG, KEYWORD = (1, 2, 3, 4)
 _SHOWN_CHARACTERS = 80
+STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
+"""Options that name the directory of a checkpoint."""
 
 
 @dataclass
@@ -41,17 +44,27 @@ class GivenOptions:
         values: by key, e.g. ``model.hidden_size``.
         sources: by key, e.g. ``run.yaml:3``, ``@run.args`` or ``flag``.
         unsound: keys of options whose value could not be read.
-        megatron_flags: given flags of Megatron that are no options, with their texts and source.
+        megatron_flags: given flags of Megatron that are no options, with their texts and meaning.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
-    megatron_flags: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    megatron_flags: dict[str, tuple[tuple[str, ...], AcceptedFlag]] = field(default_factory=dict)
     actions: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _levels: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def loads(self) -> bool:
+        """Return whether the directory of a checkpoint is given."""
+        return not self.values.keys().isdisjoint(STARTS)
+
+    @property
+    def uses_checkpoint(self) -> bool:
+        """Return whether ``--use-checkpoint-args`` is given with the directory of a checkpoint."""
+        return self.loads and bool(self.values.get("checkpoint.use_checkpoint_args"))
 
     def refuse(self, option: str, value: str, rule: str, cure: str) -> None:
         """Add a problem; see `Problem`."""
@@ -70,6 +83,8 @@ class GivenOptions:
             self.refuse("--config", shown, "takes one file", "give --config run.yaml")
             return
         (path,) = occurrence.texts
+        from megatron_packed.config.parser.config_file import read_config_file
+
         for entry in read_config_file(path, self.problems):
             where = f"{path}:{entry.line}"
             name = f"{entry.section}.{entry.name}" if entry.section else entry.name
@@ -89,9 +104,7 @@ class GivenOptions:
                 self.warnings.append(f"{flag} is deprecated; write {spelling.preferred}.")
             read = partial(_value_of_texts, spelling, flag, texts)
             self._set(spelling, level, flag, occurrence.source, read)
-        elif flag in TAKEN or flag in REFUSAL_OF:
-            self._set_megatron(flag, texts, occurrence.source, level)
-        elif not self._answer_trainer_flag(flag, texts):
+        elif not (self._set_megatron(flag, texts, level) or self._answer_trainer_flag(flag, texts)):
             names = self._suggest(flag, usable_flags())
             self.expect(spellings()[name].field.key for name in names if name in spellings())
             cure = did_you_mean(names, "correct it; --help-all lists all flags")
@@ -130,6 +143,8 @@ class GivenOptions:
 
     def _answer_trainer_flag(self, name: str, texts: Sequence[str], shown: str = "") -> bool:
         """Refuse a flag or a key of another trainer with its cure; return False for other names."""
+        from megatron_packed.config.trainer_flags import answer, flags_in
+
         problem = answer(name, texts, shown or name)
         if problem is None:
             return False
@@ -175,7 +190,7 @@ class GivenOptions:
         flag = None if section else _megatron_flag(name)
         if flag is not None:
             if value not in (False, None):
-                self._set_megatron(flag, _entry_texts(value), source, level)
+                self._set_megatron(flag, _entry_texts(value), level)
         elif not self._answer_trainer_flag(name, _entry_texts(value), shown):
             self._refuse_name(section, name, shown, level)
 
@@ -194,8 +209,10 @@ class GivenOptions:
         place = f"is not an option of {section}" if section else "is not an option"
         self.refuse(shown, "", place, did_you_mean(suggestions, cure))
 
-    def _set_megatron(self, flag: str, texts: tuple[str, ...], source: str, level: int) -> None:
-        """Accept or refuse a flag of Megatron that is no option."""
+    def _set_megatron(self, flag: str, texts: tuple[str, ...], level: int) -> bool:
+        """Accept or refuse a flag of Megatron that is no option; return False for other flags."""
+        from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
+
         accepted, refusal = TAKEN.get(flag), REFUSAL_OF.get(flag)
         values = None if accepted is None else accepted.values
         shown = " ".join(texts)
@@ -207,7 +224,7 @@ class GivenOptions:
             not values or any(_same_text(texts, value) for value in values)
         ):
             if self._claim(flag, level, flag):
-                self.megatron_flags[flag] = (texts, source)
+                self.megatron_flags[flag] = (texts, accepted)
         elif refusal is not None:
             fitting = f" (accepted: {', '.join(values)})" if values else ""
             self.refuse(flag, shown, refusal.reason + fitting, refusal.nearest)
@@ -215,6 +232,7 @@ class GivenOptions:
             choices = " or ".join(values)
             cure = f"give {choices}, or leave it out"
             self.refuse(flag, shown, f"must be {choices}: {accepted.reason}", cure)
+        return accepted is not None or refusal is not None
 
 
 def gather(argv: Sequence[str], keywords: Mapping[str, Any] | None = None) -> GivenOptions:
@@ -363,6 +381,8 @@ def _named_spelling(section: str, name: str) -> Spelling | None:
 
 def _megatron_flag(name: str) -> str | None:
     """Return the flag of Megatron that a key or a keyword names; None if it names none."""
+    from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
+
     plain = name.replace("_", "-")
     flags = (flag for flag in (*TAKEN, *REFUSAL_OF) if flag[2:].replace("_", "-") == plain)
     return next(flags, None)
@@ -385,5 +405,7 @@ def _names() -> list[str]:
 
 def _keywords() -> list[str]:
     """Return the names of all options as keywords: fields, and flags with underscores."""
+    from megatron_packed.config.megatron.flags import TAKEN
+
     flags = (flag[2:].replace("-", "_") for flag in (*spellings(), *TAKEN))
     return list(dict.fromkeys([*(each.name for each in every_field()), *flags]))

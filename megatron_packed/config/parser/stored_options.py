@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field, Stored
-from megatron_packed.config.parser.precedence import GivenOptions
-from megatron_packed.config.run import every_field, keys_deciding, stored_values
+from megatron_packed.config.parser.precedence import STARTS, GivenOptions
+from megatron_packed.config.run import STORED, every_field, keys_deciding, stored_values
 from megatron_packed.config.section import KERNELS, section_fields
-from megatron_packed.config.sections.data_parts.files import OF_TRAINED_BPE, TRAINING_DATA
+from megatron_packed.config.sections.data import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.training import TrainingConfig
@@ -24,8 +24,6 @@ the run loads; None if there is no checkpoint. It raises `ConfigError`.
 """
 NO_DATA = ("(none)",)
 """Value of ``data.data_path`` when no data is read; the file is never opened."""
-STORED = "checkpoint"
-"""Origin of a value that comes from a checkpoint (`RunConfig.origins`)."""
 PRECISION = ("bf16", "transformer_impl")
 TOKENIZER_CHOICE = tuple(
     key for key in keys_deciding("tokenizer", "tokenizer name") if key.startswith("data.")
@@ -35,7 +33,6 @@ _FLAG = "--use-checkpoint-args"
 UNKNOWN_LENGTH = 2048
 """Length of documents that text generation assumes for converted weights, which store none."""
 _LENGTH = "packing.seq_length"
-_STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
 _PATTERN, _BF16 = "model.hybrid_layer_pattern", "training.bf16"
 _TYPE = "data.tokenizer_type"
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -63,7 +60,7 @@ _OF_INFERENCE = {
 
 
 def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool) -> str:
-    """Take options of the checkpoint, if ``--use-checkpoint-args`` is given.
+    """Take options of the checkpoint for ``--use-checkpoint-args`` (`GivenOptions.uses_checkpoint`).
 
     The model's options replace given ones, except those that only affect training, such as dropout.
     ``--seq-length``, the tokenizer and the settings of its chat template are taken only if they are
@@ -77,8 +74,6 @@ def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool)
     Returns:
         A line with the options of the checkpoint; empty if none is taken.
     """
-    if not uses_checkpoint(options):
-        return ""
     if read is None:
         cure = (
             "give the model's options; pretrain_hybrid.py and megatron-packed train, generate, "
@@ -91,7 +86,7 @@ def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool)
     if stored is None:
         return ""
     if not stored and _PATTERN not in options.values:
-        folders = " or ".join(str(options.values[key]) for key in _STARTS if key in options.values)
+        folders = " or ".join(str(options.values[key]) for key in STARTS if key in options.values)
         cure = "give the flags of the model, or the directory of a run's checkpoints"
         options.refuse(_FLAG, "", f"finds no checkpoint in {folders}", cure)
         options.expect(_expected())
@@ -114,7 +109,7 @@ def take_for_inference(options: GivenOptions, read: ReadStored) -> str:
     for key in [key for key in options.values if not _infers(key)]:
         del options.values[key]
         options.sources.pop(key, None)
-    stored = _read(options, read) if _loads(options) else {}
+    stored = _read(options, read) if options.loads else {}
     line = ""
     if stored:
         line = _taken(options, _missing(options, stored))
@@ -130,7 +125,7 @@ def take_for_inference(options: GivenOptions, read: ReadStored) -> str:
 
 def with_stored_cure(options: GivenOptions, problems: Sequence[Problem]) -> list[Problem]:
     """Return problems in which a missing option that a checkpoint may contain has this cure, too."""
-    if not _loads(options) or uses_checkpoint(options):
+    if not options.loads or options.uses_checkpoint:
         return list(problems)
     stored = {field.flag for field in every_field() if field.key in _expected()}
     cured = []
@@ -140,11 +135,6 @@ def with_stored_cure(options: GivenOptions, problems: Sequence[Problem]) -> list
             problem = replace(problem, cure=cure)
         cured.append(problem)
     return cured
-
-
-def uses_checkpoint(options: GivenOptions) -> bool:
-    """Return whether ``--use-checkpoint-args`` is given with the directory of a checkpoint."""
-    return _loads(options) and bool(options.values.get("checkpoint.use_checkpoint_args"))
 
 
 def _infers(key: str) -> bool:
@@ -167,10 +157,6 @@ def _precision_problem(options: GivenOptions, stored: Stored) -> list[Problem]:
             "--bf16", "", rule, cure if stored_bf16 else cure.replace("give it", "leave it out")
         )
     ]
-
-
-def _loads(options: GivenOptions) -> bool:
-    return not options.values.keys().isdisjoint(_STARTS)
 
 
 def _expected() -> list[str]:

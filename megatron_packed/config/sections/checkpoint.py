@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.logging import LoggingConfig
@@ -210,7 +209,7 @@ class CheckpointConfig(Section, title="checkpoint"):
         """Return whether the run may lack tensors of the checkpoint."""
         return self.dist_ckpt_strictness != "raise_all"
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         name = self.begin_phase if sound("begin_phase") else None
         if name is not None and PHASE_NAME.fullmatch(name) is None:
@@ -218,9 +217,7 @@ class CheckpointConfig(Section, title="checkpoint"):
             yield Problem("--begin-phase", name, rule, "give a name such as long-context")
 
 
-def saving_rules(
-    checkpoint: CheckpointConfig, logging: LoggingConfig, sound: Sound
-) -> Iterator[Problem]:
+def saving_rules(checkpoint: CheckpointConfig, logging: LoggingConfig, sound: Sound) -> Problems:
     """Yield a problem for each option that writes beside checkpoints, in a run without --save.
 
     Programs that only inspect a run write nothing there, so they do not need --save.

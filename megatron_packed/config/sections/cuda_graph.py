@@ -4,15 +4,16 @@ micro-batch that no graph fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound, section_fields
-from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.sections.packing import PackingConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 MODULE_LAYERS = {name: symbol for symbol, kind in KINDS.items() for name in kind.graph_modules}
 """Layers (symbols of the pattern) that contain each module."""
@@ -132,7 +133,7 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             "its graph would hold; the results are the same."
         )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("cuda_graph_impl") and not self.enabled:
             for field in section_fields(type(self))[1:]:
@@ -151,10 +152,9 @@ class CudaGraphConfig(Section, title="cuda_graph"):
             )
 
 
-def graph_rules(
-    graphs: CudaGraphConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
-) -> Iterator[Problem]:
-    """Yield problems between CUDA graphs and other sections. See `Sound` for ``sound``."""
+def graph_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield problems between CUDA graphs and other sections."""
+    graphs, model, packing = run.cuda_graph, run.model, run.packing
     if not sound("cuda_graph.cuda_graph_impl") or not graphs.enabled:
         return
     # `ModelConfig` refuses dropout of attention weights, with or without graphs.

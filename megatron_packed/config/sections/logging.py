@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 
@@ -119,7 +118,7 @@ class LoggingConfig(LogOptions, title="logging", group="tracking services"):
         only_if=MLFLOW,
     )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         uri = self.mlflow_tracking_uri if sound("mlflow_tracking_uri") else None
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:

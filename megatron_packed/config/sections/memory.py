@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.attention import CORE_ATTENTION
 from megatron_packed.config.kinds.layer_kind import ACTIVATION, EVERYTHING, INPUT, KINDS, LAYER_NORM
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.cuda_graph import LOCAL, CudaGraphConfig
-from megatron_packed.config.sections.model import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 FULL, SELECTIVE = "full", "selective"
 UNIFORM, BLOCK = "uniform", "block"
@@ -234,16 +237,15 @@ class MemoryConfig(RecomputeOptions, title="memory", group="offload"):
         return module in self.offloaded_modules and not self.recomputes_layer(number)
 
 
-def recompute_rules(
-    memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
-) -> Iterator[Problem]:
-    """Yield problems between recomputation and other sections. See `Sound` for ``sound``."""
+def recompute_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield problems between recomputation and other sections."""
+    memory = run.memory
     if not sound("memory.recompute_granularity") or memory.recompute_granularity is None:
         return
     if sound(
         "model.hybrid_layer_pattern", "memory.recompute_num_layers", "memory.recompute_modules"
     ):
-        yield from _pattern_rules(memory, "".join(model.layer_types))
+        yield from _pattern_rules(memory, "".join(run.model.layer_types))
     if sound(
         "cuda_graph.cuda_graph_impl",
         "cuda_graph.cuda_graph_modules",
@@ -251,10 +253,10 @@ def recompute_rules(
         "memory.recompute_num_layers",
         "memory.recompute_modules",
     ):
-        yield from _graph_rules(memory, graphs)
+        yield from _graph_rules(memory, run.cuda_graph)
 
 
-def _pattern_rules(memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
+def _pattern_rules(memory: MemoryConfig, pattern: str) -> Problems:
     count = memory.recompute_num_layers if memory.recomputes_layers else None
     if count is not None and count > len(pattern):
         yield memory.problem(
@@ -286,7 +288,7 @@ def _others(pattern: str) -> str:
     )
 
 
-def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Iterator[Problem]:
+def _graph_rules(memory: MemoryConfig, graphs: CudaGraphConfig) -> Problems:
     if not graphs.enabled or graphs.captures_steps:
         return
     if memory.layers_per_unit > 1:
@@ -324,10 +326,9 @@ def forced_buffers(environ: Mapping[str, str], problems: list[Problem]) -> int |
     return None
 
 
-def offload_rules(
-    memory: MemoryConfig, model: ModelConfig, graphs: CudaGraphConfig, sound: Sound
-) -> Iterator[Problem]:
-    """Yield problems between offload, the pattern and CUDA graphs. See `Sound` for ``sound``."""
+def offload_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield problems between offload, the pattern and CUDA graphs."""
+    memory, graphs = run.memory, run.cuda_graph
     if (
         not sound("memory.offload_layer_inputs", "memory.fine_grained_activation_offloading")
         or not memory.offloads
@@ -349,10 +350,10 @@ def offload_rules(
         "memory.recompute_modules",
     ):
         for module in memory.offloaded_modules:
-            yield from _module_rules(module, memory, "".join(model.layer_types))
+            yield from _module_rules(module, memory, "".join(run.model.layer_types))
 
 
-def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Iterator[Problem]:
+def _module_rules(module: str, memory: MemoryConfig, pattern: str) -> Problems:
     symbols = OFFLOADED_IN[module]
     has = [number for number, symbol in enumerate(pattern) if symbol in symbols]
     without = f"leave {module} out"

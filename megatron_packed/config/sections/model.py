@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from megatron_packed.config.conditions import TRAINS, Condition, layers
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
 from megatron_packed.config.options import derived_option, option, required_option
@@ -142,7 +141,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from self.related(sound, STACK)
         pattern_sound = sound("hybrid_layer_pattern")
         if pattern_sound:
@@ -162,7 +161,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 "leave it out, or give --hidden-dropout",
             )
 
-    def _depth_rules(self, depths: int) -> Iterator[Problem]:
+    def _depth_rules(self, depths: int) -> Problems:
         """Yield problems of the number of depths of multi-token prediction."""
         if self.mtp_num_layers != depths:
             yield self.problem(
@@ -179,7 +178,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
                 "leave parts out",
             )
 
-    def _kind_rules(self, kind: LayerKind, sound: Sound) -> Iterator[Problem]:
+    def _kind_rules(self, kind: LayerKind, sound: Sound) -> Problems:
         for name in kind.required:
             if sound(name, "hybrid_layer_pattern") and not getattr(self, name):
                 rule = f"is required: the pattern has {kind.layer}s ({kind.symbol})"
@@ -188,7 +187,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
         if kind.rules is not None:
             yield from kind.rules(self, sound)
 
-    def _refused(self, kind: LayerKind) -> Iterator[Problem]:
+    def _refused(self, kind: LayerKind) -> Problems:
         """Yield problems of given options that need a layer of a kind that the pattern lacks."""
         for name in kind.refused_elsewhere:
             if getattr(self, name) is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_is, option_is_not
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, option, required_option
 from megatron_packed.config.section import Section, Sound
 
@@ -231,7 +230,7 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
     def weight_decay_changes(self) -> bool:
         return self.weight_decay_incr_style != "constant"
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         lengths_sound = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         if (
@@ -247,7 +246,7 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
             )
         yield from self._weight_decay_rules(sound)
 
-    def _weight_decay_rules(self, sound: Sound) -> Iterator[Problem]:
+    def _weight_decay_rules(self, sound: Sound) -> Problems:
         """Yield problems of a rising weight decay; the limits are Megatron's."""
         ends = ("start_weight_decay", "end_weight_decay")
         if not sound("weight_decay_incr_style", *ends):

@@ -2,14 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_packed.config.batch_ramp import BatchRamp
 from megatron_packed.config.conditions import option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Stored, derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.value_checks import INT32_MAX
+
+
+class BatchStage(NamedTuple):
+    """Consecutive steps with the same number of packs, up to the next stage."""
+
+    step: int
+    """First step, counted from 0."""
+    pack: int
+    """Packs of all ranks before this step. In a stage without an earlier stage, the number may be
+    negative: it then only gives the position of later steps.
+    """
+    packs: int
+    """Packs of each step, over all ranks."""
+
+
+def stage_of(stages: list[BatchStage], step: int) -> BatchStage:
+    """Return the stage of a step; for a step before all stages, the first stage."""
+    number = bisect_right(stages, step, key=lambda stage: stage.step)
+    return stages[max(number - 1, 0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """Growth of the batch from ``start`` by ``increment`` samples to ``full``, in equal parts of
+    ``samples``. As in Megatron, the samples before a step decide its size.
+    """
+
+    start: int
+    increment: int
+    samples: int
+    full: int
+    micro: int
+    """Samples of a pack; divides all batch sizes."""
+
+    def ahead(self, step: int = 0, samples: int = 0) -> int:
+        """Return the samples before the full batch, minus those of as many full steps.
+
+        ``step`` and ``samples`` are those so far.
+        """
+        last = self.stages(step, 0, samples)[-1]
+        return samples + last.pack * self.micro - last.step * self.full
+
+    def sentence(self) -> str:
+        """Return the growth in words; empty if the batch is full from the first step.
+
+        Example:
+            ``The batch grows from 2 packs to 6 over the first 5 steps (14 samples).``
+        """
+        first, last = self.stages()[0], self.stages()[-1]
+        if first == last:
+            return ""
+        return (
+            f"The batch grows from {first.packs:,} pack{'s' if first.packs > 1 else ''} to "
+            f"{last.packs:,} over the first {last.step:,} steps ({last.pack * self.micro:,} samples)."
+        )
+
+    def stages(self, step: int = 0, pack: int = 0, samples: int = 0) -> list[BatchStage]:
+        """Return the stages of a run from ``step`` on, before which the run trained on ``pack``
+        packs of its plan and on ``samples`` samples.
+
+        Example:
+            The batch grows from 2 by 2 to 6 samples over 12 samples, with one sample in a pack.
+            Steps 0 to 2 take 2 packs, steps 3 and 4 take 4, and later steps take 6.
+        """
+        increments = (self.full - self.start) // self.increment
+        stages = []
+        while True:
+            grown = (
+                min(samples * increments // self.samples, increments)
+                if self.samples
+                else increments
+            )
+            packs = (self.start + grown * self.increment) // self.micro
+            stages.append(BatchStage(step, pack, packs))
+            if grown == increments:
+                return stages
+            # The stage ends with the first step that reaches the next increment.
+            end = -(-(grown + 1) * self.samples // increments)
+            steps = -(-(end - samples) // (packs * self.micro))
+            step, pack = step + steps, pack + steps * packs
+            samples += steps * packs * self.micro
 
 
 def _tokens_of_pack(stored: Stored) -> int:
@@ -131,7 +213,7 @@ class PackingConfig(Section, title="packing"):
             return None
         return BatchRamp(start=start, increment=increment, samples=samples, full=full, micro=micro)
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         if sound("seq_length", "micro_batch_size") and self.tokens_per_pack > INT32_MAX:
             yield self.problem(
                 "seq_length",
@@ -148,7 +230,7 @@ class PackingConfig(Section, title="packing"):
             )
         yield from super().rules(sound)
 
-    def ramp_rules(self, unit: int) -> Iterator[Problem]:
+    def ramp_rules(self, unit: int) -> Problems:
         """Yield the problem of ``--rampup-batch-size``; ``unit`` is the number of samples of one
         micro-batch of every data-parallel rank.
         """

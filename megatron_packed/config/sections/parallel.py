@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_packed.config.conditions import (
     CONTEXT_PARALLEL,
@@ -12,18 +12,24 @@ from megatron_packed.config.conditions import (
     REPLICAS,
     Condition,
 )
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.exchanged_heads import parts_of_layers
 from megatron_packed.config.kinds.layer_kind import LayerKind
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.parallel_layout import layout_problems
 from megatron_packed.config.section import Sound, section_fields
-from megatron_packed.config.sections.all_to_all import AllToAllOptions
+from megatron_packed.config.sections.collectives import (
+    TENSOR_PARALLEL,
+    AllToAllOptions,
+    TensorOverlapOptions,
+)
 from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.divisors import divisors, every_divisor, in_words
 from megatron_packed.config.sections.packing import PackingConfig
-from megatron_packed.config.sections.tensor_overlap import TENSOR_PARALLEL, TensorOverlapOptions
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 NOT_BUILT = {
     "pipeline_model_parallel_size": "pipeline parallelism",
@@ -196,7 +202,7 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
             "expert_tp_size": self.expert_tensor_parallel_size,
         }
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         for name, axis in NOT_BUILT.items():
             size = getattr(self, name)
             if sound(name) and size != 1:
@@ -217,7 +223,7 @@ def fewest_processes(parallel: ParallelConfig) -> int:
     return lcm(tp * cp, expert_tp * ep)
 
 
-def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Iterator[Problem]:
+def processes_rules(parallel: ParallelConfig, world_size: int, sound: Sound) -> Problems:
     """Yield problems if the sizes do not form a layout of ``world_size`` processes."""
     keys = (f"parallel.{name}" for name in (*AXIS_SIZES, *NOT_BUILT))
     if sound(*keys) and all(getattr(parallel, name) == 1 for name in NOT_BUILT):
@@ -255,14 +261,10 @@ class _Shared(NamedTuple):
         return self.kind is not None and self.kind.exchanges(parallel) == "heads"
 
 
-def parallel_rules(
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    packing: PackingConfig,
-    sound: Sound,
-) -> Iterator[Problem]:
-    """Yield problems between the layout and other sections. See `Sound` for ``sound``."""
-    yield from _dense_rules(parallel, model, packing, sound)
+def parallel_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield problems between the layout and other sections."""
+    parallel, model = run.parallel, run.model
+    yield from _dense_rules(run, sound)
     size = parallel.expert_model_parallel_size
     if (
         sound("parallel.expert_model_parallel_size", "model.hybrid_layer_pattern")
@@ -274,9 +276,8 @@ def parallel_rules(
         )
 
 
-def _dense_rules(
-    parallel: ParallelConfig, model: ModelConfig, packing: PackingConfig, sound: Sound
-) -> Iterator[Problem]:
+def _dense_rules(run: RunConfig, sound: Sound) -> Problems:
+    parallel, model = run.parallel, run.model
     if not sound("parallel.tensor_model_parallel_size", "parallel.context_parallel_size"):
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -294,7 +295,7 @@ def _dense_rules(
         exchanged = [items.of_one(tp) for items in shared if items.exchanged_by(parallel)]
         yield from _shared_out(cp_flag, cp, exchanged, _instead_of_heads(cp, exchanged))
     if sound("packing.seq_length", "packing.micro_batch_size"):
-        yield from _row_rules(parallel, packing, sound)
+        yield from _row_rules(parallel, run.packing, sound)
 
 
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
@@ -307,9 +308,7 @@ def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     return f", or give {' and '.join(flags)}, which {verb} no heads"
 
 
-def _shared_out(
-    flag: str, size: int, shared: list[_Shared], instead: str = ""
-) -> Iterator[Problem]:
+def _shared_out(flag: str, size: int, shared: list[_Shared], instead: str = "") -> Problems:
     """Yield a problem for each item that ``size`` ranks cannot share evenly. ``instead`` is the end
     of the cure.
     """
@@ -332,7 +331,7 @@ def _shared_out(
             )
 
 
-def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Iterator[Problem]:
+def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -> Problems:
     """Yield problems if the slots of a pack do not divide evenly among its ranks, or documents into
     the chunks of a zigzag.
     """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import TRAINS, option_given
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound
-from megatron_packed.config.sections.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 PROFILES = option_given("profiling.profile")
 
@@ -65,7 +67,7 @@ class ProfilingConfig(WindowOptions, title="profiling", group="memory"):
         only_if=option_given("profiling.record_memory_history"),
     )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         if not sound("profile", "profile_step_start", "profile_step_end") or not self.profile:
             return
         if self.profile_step_end <= self.profile_step_start:
@@ -76,10 +78,9 @@ class ProfilingConfig(WindowOptions, title="profiling", group="memory"):
             )
 
 
-def profiling_rules(
-    options: ProfilingConfig, training: TrainingConfig, sound: Callable[..., bool]
-) -> Iterator[Problem]:
+def profiling_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems between the options of profiling and of training."""
+    options, training = run.profiling, run.training
     window_sound = sound(
         "profiling.profile_step_start", "training.train_iters", "training.train_samples"
     )

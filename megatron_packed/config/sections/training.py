@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import (
@@ -13,11 +12,11 @@ from megatron_packed.config.conditions import (
     option_given,
     option_is_not,
 )
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import KERNELS, Section, Sound
-from megatron_packed.config.sections.data_parts.files import VALIDATION_STEPS
+from megatron_packed.config.sections.data import VALIDATION_STEPS
 from megatron_packed.config.sections.kind_options import KindKernels
 
 if TYPE_CHECKING:
@@ -288,9 +287,13 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
     @property
     def backends(self) -> dict[str, str]:
         """Requested backend of each op, and the implementation of the layers."""
-        ops = {op: name for kind in KINDS.values() for op, name in kind.backends.items()}
-        requested = {op: getattr(self, name) for op, name in ops.items()}
+        requested = {op: getattr(self, name) for op, name in KINDS.backends.items()}
         return {"transformer_impl": self.transformer_impl, **requested}
+
+    @property
+    def precision(self) -> str:
+        """Dtypes of the training, in words."""
+        return "bf16 with fp32 masters" if self.bf16 else "fp32"
 
     @property
     def uses_transformer_engine_attention(self) -> bool:
@@ -299,7 +302,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
         """
         return self.transformer_impl == "transformer_engine" and self.attention_backend == "auto"
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("train_iters", "train_epochs", "train_samples"):
             yield from self._length_rules()
@@ -319,7 +322,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
                 "add --bf16, or give local",
             )
 
-    def _length_rules(self) -> Iterator[Problem]:
+    def _length_rules(self) -> Problems:
         """Yield a problem if the run has no length, or two lengths in different units."""
         iters, samples = self.train_iters, self.train_samples
         if self.train_epochs is None:

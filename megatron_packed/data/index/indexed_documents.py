@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.documents import Documents, TokensAndTargets
+from megatron_packed.data.documents import Documents, TokensAndTargets, stop_of_piece
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
@@ -79,11 +79,7 @@ class IndexedDocuments(Documents):
                 f"document {index} does not exist; {self.prefix} has {len(self)} documents, numbered from 0."
             )
         size = int(self.lengths[index])
-        stop = size if length is None else start + length
-        if not 0 <= start < stop <= size:
-            raise IndexError(
-                f"document {index} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
-            )
+        stop = stop_of_piece(f"document {index} of {self.prefix}", size, start, length)
         first = int(self._starts[index])
         tokens = self._file.tokens(first + start, first + stop)
         if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:

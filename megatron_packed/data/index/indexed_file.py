@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.checked_arrays import (
     CHECKSUM_BLOCK_BYTES,
     CHECKSUMS,
     CheckedBlocks,
 )
+from megatron_packed.data.sources.source_files import index_path, tokens_path
 from megatron_packed.files.checksums import crc32c
 from megatron_packed.files.regular_files import open_regular
 from megatron_packed.packed.array_types import AnyArray, Int32Array, Int64Array, UInt8Array
@@ -64,26 +65,60 @@ _AT_ONCE = 2**22
 """Number of entries of an index that are checked together, which limits the memory used."""
 
 
-def index_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
-
-
-def tokens_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin")
-
-
 def checksums_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.crc32c")
-
-
-def is_indexed(prefix: str | Path) -> bool:
-    """Return whether ``<prefix>.bin`` or ``<prefix>.idx`` exists."""
-    return index_path(prefix).is_file() or tokens_path(prefix).is_file()
 
 
 def token_type(vocab_size: int | None) -> np.dtype[Any]:
     """Return the type in which Megatron's tools store the tokens of a vocabulary."""
     return np.dtype("<u2" if vocab_size is not None and vocab_size < 65500 else "<i4")
+
+
+class TokensInFile:
+    """Array of the tokens of ``.bin`` without a memory map: each slice is read from the file.
+
+    Only slices are supported. Several threads may read, because every read passes its own file
+    offset. The file is closed when the last reference to this object is dropped.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path = path
+        self.dtype = dtype
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._count = os.fstat(self._file).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> AnyArray:
+        """Read a slice of the tokens.
+
+        Raises:
+            DataError: the file has become shorter, or cannot be read.
+        """
+        start, stop, _ = part.indices(self._count)
+        at, end = start * self.dtype.itemsize, max(stop, start) * self.dtype.itemsize
+        pieces = []
+        while at < end:
+            try:
+                piece = os.pread(
+                    self._file, end - at, at
+                )  # pread may return fewer bytes than requested
+            except OSError as error:
+                raise DataError(
+                    f"{self._path} cannot be read: {error.strerror}; test the disk."
+                ) from None
+            if not piece:
+                raise DataError(
+                    f"{self._path} ends at byte {at}, but was longer when it was opened; do not change a file in use."
+                )
+            pieces.append(piece)
+            at += len(piece)
+        return np.frombuffer(b"".join(pieces), self.dtype)
 
 
 class IndexedFile:
@@ -141,28 +176,6 @@ class IndexedFile:
     @property
     def num_tokens(self) -> int:
         return len(self._values)
-
-    def sequence(self, number: int, start: int = 0, length: int | None = None) -> AnyArray:
-        """Return the tokens of a sequence, or ``length`` of its tokens from ``start``.
-
-        The tokens are read-only and have the type of the file.
-
-        Raises:
-            IndexError: there is no such sequence or piece.
-            DataError: the tokens changed since they were written.
-        """
-        if not 0 <= number < self.num_sequences:
-            raise IndexError(
-                f"{self.prefix} has sequences 0 to {self.num_sequences - 1}, but no sequence {number}."
-            )
-        size = int(self.lengths[number])
-        stop = size if length is None else start + length
-        if not 0 <= start <= stop <= size:
-            raise IndexError(
-                f"sequence {number} of {self.prefix} has {size} tokens; tokens {start} to {stop} do not exist."
-            )
-        first = int(self._starts[number]) // self.dtype.itemsize
-        return self.tokens(first + start, first + stop)
 
     def document_starts(self) -> Int64Array:
         """Return the place of each document's first token in ``.bin``, ``(D,)``.
@@ -354,8 +367,3 @@ def _view(raw: UInt8Array, dtype: DTypeLike, count: int, at: int) -> tuple[AnyAr
     """
     end = at + count * np.dtype(dtype).itemsize
     return raw[at:end].view(dtype), end
-
-
-def names_indexed(path: str) -> bool:
-    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
-    return not Path(path).exists() and is_indexed(path)

@@ -32,10 +32,9 @@ from megatron_packed.data.index.indexed_file import (
     MAGIC,
     VERSION,
     checksums_path,
-    index_path,
-    tokens_path,
 )
 from megatron_packed.data.sources.checked_arrays import CHECKSUMS, BlockWriter
+from megatron_packed.data.sources.source_files import index_path, tokens_path
 from megatron_packed.files.checksums import crc32c
 from megatron_packed.packed.array_types import AnyArray, IntegerArray
 

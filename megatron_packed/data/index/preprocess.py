@@ -30,24 +30,23 @@ import numpy as np
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.sections.data_parts.tokenizer import TOKENS
-from megatron_packed.data.errors import BadLine, DataError, printable
+from megatron_packed.data.errors import BadLine, DataError, Notes, printable
 from megatron_packed.data.index.indexed_file import token_type
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.notes import Notes
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
 from megatron_packed.data.sources.first_lines import check_first_lines
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
 from megatron_packed.data.sources.line_fields import renamed
-from megatron_packed.data.sources.source_files import quarantine_of
+from megatron_packed.data.sources.source_files import quarantine_of, reader_of
 from megatron_packed.data.sources.strict_json import JsonObject, object_of_line
-from megatron_packed.data.sources.table_rows import reader_of
 from megatron_packed.data.sources.tokenize_files import Chunk, chunks_of
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import TextPiece, chat_format
 from megatron_packed.data.tokenizers.encode import (
     TextNotes,
     TurnMarkers,
+    check_tokens,
     encode_pieces,
     with_special_tokens,
 )
@@ -237,7 +236,7 @@ def encode_chunk(
     for key in range(len(options.keys)):
         documents = [ids for of_line in good for ids in of_line[key :: len(options.keys)]]
         joined = np.concatenate([part for ids in documents for part in (ids, end)] or [end[:0]])
-        _check_tokens(joined, tokenizer)
+        check_tokens(joined, tokenizer)
         tokens.append(joined.astype(dtype))
         lengths.append(np.array([len(ids) + len(end) for ids in documents], np.int32))
     bad_lines.sort(key=lambda item: item[0])
@@ -312,14 +311,6 @@ def _encoded(
             bad_line = BadLine("no_trainable_token")
         outcomes.append(bad_line or ids)
     return outcomes
-
-
-def _check_tokens(ids: Int32Array, tokenizer: Tokenizer) -> None:
-    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise DataError(
-            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
-            f"{tokenizer.vocab_size} tokens; use tokenizer files that belong together."
-        )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -54,19 +54,16 @@ EXCHANGE_WIDTH = 16
 PARTNERS = 64
 """Largest number of partner bins of one overfull bin in one round."""
 
-Lengths = Int64Array
-BinOf = Int64Array
 
-
-def long_first_order(lengths: Lengths, random: KeyedRandom) -> Int64Array:
+def long_first_order(lengths: Int64Array, random: KeyedRandom) -> Int64Array:
     """Return the documents sorted by decreasing length, with random factors (`JITTER`)."""
     factors = 1024 + random.below(int(1024 * JITTER) + 1, (lengths.size,)) - int(512 * JITTER)
     return np.argsort(-lengths * factors, kind="stable")
 
 
 def longest_first(
-    lengths: Lengths, num_bins: int, max_documents: int, random: KeyedRandom
-) -> BinOf:
+    lengths: Int64Array, num_bins: int, max_documents: int, random: KeyedRandom
+) -> Int64Array:
     """Put every document, longest first, into the emptiest bin with fewer than ``max_documents``.
 
     The order has random factors (`JITTER`). Bins may get more tokens than a pack has slots;
@@ -115,7 +112,7 @@ class _Bins(NamedTuple):
 
     @classmethod
     def from_assignment(
-        cls, lengths: Lengths, bin_of: BinOf, num_bins: int, max_documents: int
+        cls, lengths: Int64Array, bin_of: Int64Array, num_bins: int, max_documents: int
     ) -> _Bins:
         count = np.bincount(bin_of, minlength=num_bins)
         num_slots = min(int(count.max()) + EXTRA, max_documents, EXCHANGE_SLOTS)
@@ -173,13 +170,13 @@ class _Bins(NamedTuple):
 
 
 def exchange(
-    lengths: Lengths,
-    bin_of: BinOf,
+    lengths: Int64Array,
+    bin_of: Int64Array,
     num_bins: int,
     slots: int,
     max_documents: int,
     random: KeyedRandom,
-) -> BinOf:
+) -> Int64Array:
     """Swap documents between bins until no bin has more than ``slots`` tokens, as far as possible.
 
     In each round every overfull bin considers several partner bins with free slots. No two overfull
@@ -204,7 +201,7 @@ def exchange(
         chosen = random.permutation(roomy.size)[: overfull.size * num_partners]
         partners = roomy[chosen].reshape(overfull.size, num_partners)
         idle = 0 if _exchange_round(bins, overfull, partners, slots, random) else idle + 1
-    result: BinOf = bin_of.copy()
+    result: Int64Array = bin_of.copy()
     rows, columns = np.nonzero(bins.document >= 0)
     result[bins.document[rows, columns]] = rows
     return result
@@ -252,13 +249,13 @@ def _exchange_round(
     return bool(helps.any())
 
 
-def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> BinOf:
+def leave_over(lengths: Int64Array, bin_of: Int64Array, num_bins: int, slots: int) -> Int64Array:
     """Remove documents from bins that are still overfull.
 
     If one document is long enough to make its bin fit, the shortest such document is removed. Else
     the longest document is removed first, until the bin fits.
     """
-    result: BinOf = bin_of.copy()
+    result: Int64Array = bin_of.copy()
     tokens = np.bincount(bin_of, weights=lengths, minlength=num_bins).astype(np.int64)
     for number in np.flatnonzero(tokens > slots).tolist():
         inside = np.flatnonzero(bin_of == number)
@@ -273,8 +270,8 @@ def leave_over(lengths: Lengths, bin_of: BinOf, num_bins: int, slots: int) -> Bi
 
 
 def balance(
-    lengths: Lengths, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
-) -> BinOf:
+    lengths: Int64Array, num_bins: int, slots: int, max_documents: int, random: KeyedRandom
+) -> Int64Array:
     """Pack documents into ``num_bins`` bins by the three steps of this module.
 
     Returns:
@@ -285,7 +282,7 @@ def balance(
     return leave_over(lengths, bin_of, num_bins, slots)
 
 
-def best_fit(lengths: Lengths, slots: int, max_documents: int) -> BinOf:
+def best_fit(lengths: Int64Array, slots: int, max_documents: int) -> Int64Array:
     """Put each document, in the given order, into the fullest bin where it fits, or into a new bin.
 
     Args:

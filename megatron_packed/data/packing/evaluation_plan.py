@@ -50,8 +50,6 @@ class EvaluationPlan(PieceTable):
             raise ValueError(
                 f"step is {step}; this evaluation has steps 0 to {self.num_steps - 1}."
             )
-        first = step * self.packs_per_step
-        end = min(first + self.packs_per_step, len(self._packs))
-        packs = [self._packs[pack] for pack in range(first, end)]
+        packs = self._packs.part(step * self.packs_per_step, self.packs_per_step)
         packs += [np.zeros(0, dtype=np.int64)] * (self.packs_per_step - len(packs))
         return self.deal(step, 0, packs)

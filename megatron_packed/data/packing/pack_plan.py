@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import ClassVar
 
-from megatron_packed.config.batch_ramp import BatchRamp, BatchStage, stage_of
-from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
+from megatron_packed.config.sections.packing import BatchRamp, BatchStage, stage_of
 from megatron_packed.data.packing.packer import Packs
-from megatron_packed.data.packing.rank_balance import spread
 from megatron_packed.data.packing.step_plan import (
     PieceNumbers,
     PieceTable,
     StepPlan,
+    spread,
 )
 from megatron_packed.packed.array_types import Float64Array
 
@@ -44,6 +44,8 @@ class PackPlan(PieceTable):
     For other arguments and errors see `PieceTable`.
     """
 
+    num_steps: ClassVar[None] = None
+    """Number of steps; an endless plan has none."""
     ramp: BatchRamp | None = None
     epoch_starts: Sequence[int] = (0,)
     """Place in the stream of the first pack of each epoch whose start is known. The last entry
@@ -160,9 +162,7 @@ class PackPlan(PieceTable):
             packs: list[PieceNumbers] = []
             at, number = first - self.epoch_starts[epoch], epoch
             while len(packs) < count:
-                current = self._epoch(number)
-                wanted = count - len(packs)
-                packs += [current[pack] for pack in range(at, min(at + wanted, len(current)))]
+                packs += self._epoch(number).part(at, count - len(packs))
                 at, number = 0, number + 1
             plan = self.deal(step, epoch, packs)
             # The loader prepares a step before the training loop asks for its numbers.
@@ -197,20 +197,6 @@ class PackPlan(PieceTable):
             plan._epochs[0] = first
             plan.epoch_starts = (0, len(first))
         return plan
-
-    def evaluation(self, max_steps: int | None = None) -> EvaluationPlan:
-        """Return a plan of one evaluation over the same pieces; see `EvaluationPlan`."""
-        return EvaluationPlan(
-            self.pieces,
-            self.targets,
-            packer=self.packer,
-            packs_per_step=self.packs_per_step,
-            dp_size=self.dp_size,
-            seed=self.seed,
-            cost=self.cost,
-            blend=self.blend,
-            max_steps=max_steps,
-        )
 
     def _epoch_of(self, pack: int) -> int:
         """Return the epoch that contains a pack of the stream.

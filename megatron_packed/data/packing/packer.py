@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,13 +38,10 @@ from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing.balanced_packer import (
     LEFT_OVER,
-    Lengths,
     balance,
     best_fit,
     long_first_order,
 )
-from megatron_packed.data.packing.packs import Packs as Packs
-from megatron_packed.data.packing.packs import check_lengths
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
 from megatron_packed.packed.cu_seqlens import aligned, as_lengths
@@ -53,6 +50,36 @@ METHODS = ("balanced", "best_fit_decreasing", "sequential")
 
 GOOD_WASTE = 0.01
 """Share of empty slots above which best fit is tried too for a window."""
+_MOST_SHOWN = 5
+"""Number of documents that an error names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Packs of pieces. Pack i has the pieces ``order[offsets[i] : offsets[i + 1]]``, in this order."""
+
+    order: Int64Array
+    offsets: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> Int64Array:
+        return self.order[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def part(self, first: int, count: int) -> list[Int64Array]:
+        """Return ``count`` packs from pack ``first`` on; fewer at the end."""
+        return [self[pack] for pack in range(first, min(first + count, len(self)))]
+
+    @property
+    def documents_per_pack(self) -> Int64Array:
+        return np.diff(self.offsets)
+
+    def sums(self, values: IntegerArray) -> Int64Array:
+        """Sum a value per piece (lengths, targets, squared lengths) over each pack, ``(packs,)``."""
+        running = np.concatenate([[0], np.cumsum(values[self.order], dtype=np.int64)])
+        sums: Int64Array = running[self.offsets[1:]] - running[self.offsets[:-1]]
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +157,12 @@ class Packer:
             ValueError: a length is no whole number or does not fit into a pack; the seed or the
                 epoch is no whole number, or the epoch is negative.
         """
-        for name, value in (("seed", seed), ("epoch", epoch)):
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; give an integer.")
+        check_integers(seed=seed, epoch=epoch)
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; the first epoch is 0.")
         sized = lengths if isinstance(lengths, Sized) else list(lengths)
         packs = self.pack(as_lengths(sized), seed, epoch)
-        return [packs[pack].tolist() for pack in range(len(packs))]
+        return [pack.tolist() for pack in packs.part(0, len(packs))]
 
     def pack(
         self,
@@ -154,8 +179,8 @@ class Packer:
         Raises:
             ValueError: a length is out of range.
         """
-        tokens: Lengths = np.asarray(lengths, dtype=np.int64)
-        check_lengths(tokens, self.slots)
+        tokens: Int64Array = np.asarray(lengths, dtype=np.int64)
+        _check_lengths(tokens, self.slots)
         tokens = aligned(tokens, self.alignment)
         packs = self._pack(tokens, seed, epoch, on_progress)
         if self.room is None or packs.documents_per_pack.max(initial=0) <= self.room:
@@ -165,7 +190,7 @@ class Packer:
         )
 
     def _pack(
-        self, tokens: Lengths, seed: int, epoch: int, on_progress: Callable[[int], None]
+        self, tokens: Int64Array, seed: int, epoch: int, on_progress: Callable[[int], None]
     ) -> Packs:
         if tokens.size == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -178,7 +203,7 @@ class Packer:
         return Packs(order, np.concatenate([[0], np.cumsum(np.bincount(shuffled))]))
 
     def _pack_stream(
-        self, lengths: Lengths, random: KeyedRandom, on_progress: Callable[[int], None]
+        self, lengths: Int64Array, random: KeyedRandom, on_progress: Callable[[int], None]
     ) -> Int64Array:
         """Return the pack of each document of a stream, ``(S,)``, numbered from 0 without gaps."""
         if self.method == "sequential":
@@ -205,7 +230,35 @@ class Packer:
         return pack_of
 
 
-def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
+def check_integers(**values: Any) -> None:
+    """Check that each value is an integer.
+
+    Raises:
+        ValueError: with the name and the value.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; give an integer.")
+
+
+def _check_lengths(lengths: Int64Array, slots: int) -> None:
+    """Check that each document fits into a pack of ``slots`` tokens.
+
+    Raises:
+        ValueError: with the first documents that do not fit, and the cure.
+    """
+    misfits = np.flatnonzero((lengths < 1) | (lengths > slots))
+    if misfits.size:
+        named = ", ".join(f"document {n} has {lengths[n]}" for n in misfits[:_MOST_SHOWN])
+        suffix = ", ..." if misfits.size > _MOST_SHOWN else ""
+        raise ValueError(
+            f"{misfits.size} of {lengths.size} documents do not fit into a pack of {slots} tokens: {named}{suffix}. "
+            f"Documents have 1 to {slots} tokens; apply an over-long policy first: split, shorten or leave out the "
+            "others."
+        )
+
+
+def _sequential(lengths: Int64Array, slots: int, max_documents: int) -> Int64Array:
     ends = np.cumsum(lengths)
     starts = [0]
     while (start := starts[-1]) < lengths.size:
@@ -216,7 +269,7 @@ def _sequential(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _best_fit_decreasing(lengths: Lengths, slots: int, max_documents: int) -> Int64Array:
+def _best_fit_decreasing(lengths: Int64Array, slots: int, max_documents: int) -> Int64Array:
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(lengths.size, dtype=np.int64)
     bin_of[order] = best_fit(lengths[order], slots, max_documents)
@@ -236,7 +289,7 @@ class _Plan(NamedTuple):
     """Tokens of the documents that are left for the next window."""
 
     @classmethod
-    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Lengths) -> _Plan:
+    def from_bins(cls, bin_of: Int64Array, num_bins: int, lengths: Int64Array) -> _Plan:
         packed = bin_of != LEFT_OVER
         most = int(np.bincount(bin_of[packed], minlength=1).max())
         tokens = int(lengths[packed].sum())
@@ -262,7 +315,7 @@ class _Balancer:
     filled with these lengths.
     """
 
-    def pack(self, lengths: Lengths, last: bool) -> Int64Array:
+    def pack(self, lengths: Int64Array, last: bool) -> Int64Array:
         """Return the bin of each document, ``(n,)``, or `LEFT_OVER` for the next window.
 
         The last window leaves no document over.
@@ -292,7 +345,7 @@ class _Balancer:
             / max(self._tokens + plan.tokens, 1)
         )
 
-    def _prefix(self, lengths: Lengths) -> int:
+    def _prefix(self, lengths: Int64Array) -> int:
         """Return the number of leading documents that fill complete packs.
 
         The documents after them would open a nearly empty pack and wait for the next window.
@@ -306,18 +359,18 @@ class _Balancer:
             return lengths.size
         return int(np.searchsorted(ends, full_packs * self._slots, side="right"))
 
-    def _occupied(self, lengths: Lengths) -> Lengths:
+    def _occupied(self, lengths: Int64Array) -> Int64Array:
         """Return the slots that each document occupies.
 
         A document occupies a complete pack if not even the shortest document fits next to it.
         """
         return np.where(lengths + lengths.min() > self._slots, self._slots, lengths)
 
-    def _large(self, lengths: Lengths) -> int:
+    def _large(self, lengths: Int64Array) -> int:
         """Count the documents that are longer than half a pack; each needs a pack of its own."""
         return int(np.count_nonzero(2 * lengths > self._slots))
 
-    def _choose(self, lengths: Lengths, last: bool) -> _Plan:
+    def _choose(self, lengths: Int64Array, last: bool) -> _Plan:
         if self._by_fit:
             return self._best_fit(lengths, min(2 * self._most + 2, self._limit))
         first = self._most == 0
@@ -328,7 +381,7 @@ class _Balancer:
         self._by_fit = first and self._cost(fitted) < self._cost(plan)
         return min(plan, fitted, key=self._cost)
 
-    def _first(self, lengths: Lengths, last: bool) -> _Plan:
+    def _first(self, lengths: Int64Array, last: bool) -> _Plan:
         """Plan the first window of an epoch: lower the limit on documents while the cost falls."""
         plan = self._fewest_bins(lengths, last, self._limit)
         while plan.most > 1:
@@ -338,7 +391,7 @@ class _Balancer:
             plan = lower
         return plan
 
-    def _next(self, lengths: Lengths, last: bool) -> _Plan:
+    def _next(self, lengths: Int64Array, last: bool) -> _Plan:
         """Plan a later window with the limit on documents of the windows before it.
 
         A higher limit is used if it lowers the expected cost.
@@ -355,7 +408,7 @@ class _Balancer:
             plan = min(plan, higher, key=self._cost)
         return plan
 
-    def _best_fit(self, lengths: Lengths, cap: int) -> _Plan:
+    def _best_fit(self, lengths: Int64Array, cap: int) -> _Plan:
         """Plan a window by best fit, in shuffled order or longest first, whichever costs less."""
         plans = []
         for order in (np.arange(lengths.size), long_first_order(lengths, self._random)):
@@ -364,7 +417,7 @@ class _Balancer:
             plans.append(_Plan.from_bins(bin_of, int(bin_of.max()) + 1, lengths))
         return min(plans, key=self._cost)
 
-    def _start(self, lengths: Lengths) -> int:
+    def _start(self, lengths: Int64Array) -> int:
         """Return the number of bins to try first.
 
         The number is a lower bound, or slightly below the number expected from earlier windows.
@@ -374,7 +427,7 @@ class _Balancer:
         by_waste = int(0.998 * tokens / (self._slots * (1 - self._waste)))
         return max(by_tokens, by_waste, self._large(lengths), -(-lengths.size // self._limit))
 
-    def _fewest_bins(self, lengths: Lengths, last: bool, cap: int) -> _Plan:
+    def _fewest_bins(self, lengths: Int64Array, last: bool, cap: int) -> _Plan:
         """Plan a window by `balance` with the fewest bins that leave few enough tokens over.
 
         The last window must leave nothing over. Other windows may leave over the tokens of one

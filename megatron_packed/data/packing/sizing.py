@@ -28,7 +28,6 @@ Times of repeated runs differ by about 1 %. Among equal packings the packing of 
 which is the first, is recommended, because its packs combine different documents in every epoch.
 """
 
-Counts = Int64Array
 EAGER = 0
 """Value that stands for the capacity of a pack that fits no graph and runs eagerly."""
 
@@ -42,7 +41,7 @@ class Packing:
     """
 
     method: str
-    documents: Counts
+    documents: Int64Array
     """``(P,)`` number of documents of each pack."""
     squares: Float64Array | None = None
     """``(P,)`` sum of the squared lengths of each pack's rows, the tail included."""
@@ -50,7 +49,7 @@ class Packing:
     """Share of the token slots that hold tokens of documents."""
 
     @classmethod
-    def of_first_epoch(cls, packer: Packer, lengths: Counts, seed: int) -> Packing:
+    def of_first_epoch(cls, packer: Packer, lengths: Int64Array, seed: int) -> Packing:
         """Pack the first epoch, as a run with this seed does.
 
         Args:
@@ -85,7 +84,7 @@ class Packing:
         """
         return coverage(self.documents, sorted({*CAPACITIES, *capacities, self.most}))
 
-    def capacity_of(self, capture_sizes: Sequence[int]) -> Counts:
+    def capacity_of(self, capture_sizes: Sequence[int]) -> Int64Array:
         """Return for each pack the smallest capacity that holds it, ``(P,)``; `EAGER` if none does."""
         sizes = np.array([*sorted(capture_sizes), EAGER])
         return sizes[np.searchsorted(sizes[:-1], self.documents)]
@@ -189,7 +188,7 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
 
 
 def packings_of(
-    packer: Packer, lengths: Counts, methods: Sequence[str], seed: int
+    packer: Packer, lengths: Int64Array, methods: Sequence[str], seed: int
 ) -> list[Packing]:
     """Pack the first epoch by each of ``methods``, with the other rules of ``packer``."""
     return [

@@ -27,11 +27,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import DataError, printable
 from megatron_packed.files.written_files import remove_abandoned, sync_path, write_file
 
+_T = TypeVar("_T")
 _STALE_SECONDS = 24 * 3600.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 _SAY_EVERY = 30.0
@@ -39,20 +41,28 @@ _RANK_0_FIRST = 0.3
 """Seconds for which other ranks let rank 0 take the lock, because rank 0 prints the progress."""
 
 
-def get_or_build(
+def opened(directory: Path, kind: Callable[[Path], _T]) -> _T | None:
+    """Open a cache directory; return None if it is missing or invalid."""
+    try:
+        return kind(directory)
+    except DataError:
+        return None
+
+
+def open_or_build(
     final: Path,
+    kind: Callable[[Path], _T],
     *,
-    is_valid: Callable[[Path], bool],
     build: Callable[[Path], None],
     log: Callable[[str], None],
-) -> None:
-    """Build the directory ``final`` if it is missing or invalid, or wait until another process has
-    built it.
+) -> _T:
+    """Open the directory ``final``. If it is missing or invalid, build it first, or wait until another
+    process has built it.
 
     See [Note: publication of a cache directory].
 
     Args:
-        is_valid: checks a directory, which may not exist.
+        kind: opens a directory. It raises `DataError` if the directory is missing or invalid.
         build: fills an empty directory. If it raises `DataError`, all waiting processes raise the
             same message.
         log: receives a line when this process waits or builds a damaged cache again.
@@ -60,8 +70,8 @@ def get_or_build(
         DataError: ``build`` failed in this process or in the process that built the directory, or
             the cache cannot be written.
     """
-    if is_valid(final):
-        return
+    if (content := opened(final, kind)) is not None:
+        return content
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,9 +85,10 @@ def get_or_build(
     while True:
         with _try_lock(final) as owned:
             if owned:
-                if not is_valid(final):
-                    _build_and_publish(final, is_valid, build, log)
-                return
+                if (content := opened(final, kind)) is not None:
+                    return content
+                _build_and_publish(final, kind, build, log)
+                return kind(final)
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
         failure = _failure(final)
@@ -90,7 +101,7 @@ def get_or_build(
 
 def _build_and_publish(
     final: Path,
-    is_valid: Callable[[Path], bool],
+    kind: Callable[[Path], object],
     build: Callable[[Path], None],
     log: Callable[[str], None],
 ) -> None:
@@ -106,12 +117,12 @@ def _build_and_publish(
         for file in temporary.iterdir():
             sync_path(file)
         sync_path(temporary)
-        _publish(temporary, final, is_valid)
+        _publish(temporary, final, kind)
     except DataError as error:
         # Without the file, waiting processes build too, and raise the same error.
         with suppress(OSError):
             write_file(
-                final.with_name(f"{final.name}.failed"),
+                _beside(final, "failed"),
                 f"{uuid.uuid4().hex}\n{error}".encode(),
                 durable=True,
             )
@@ -123,10 +134,10 @@ def _build_and_publish(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    final.with_name(f"{final.name}.failed").unlink(missing_ok=True)
+    _beside(final, "failed").unlink(missing_ok=True)
 
 
-def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> None:
+def _publish(temporary: Path, final: Path, kind: Callable[[Path], object]) -> None:
     for _ in range(3):
         try:
             os.rename(temporary, final)
@@ -135,7 +146,7 @@ def _publish(temporary: Path, final: Path, is_valid: Callable[[Path], bool]) -> 
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if is_valid(final):  # another node published a valid directory first
+        if opened(final, kind) is not None:  # another node published a valid directory first
             return
         aside = final.with_name(f".{final.name}.bad-{uuid.uuid4().hex[:8]}")
         os.rename(final, aside)
@@ -161,7 +172,7 @@ def _remove_stale(final: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
     for aside in final.parent.glob(f".{final.name}.bad-*"):  # see `_publish`
         shutil.rmtree(aside, ignore_errors=True)
-    remove_abandoned(final.with_name(f"{final.name}.failed"))
+    remove_abandoned(_beside(final, "failed"))
 
 
 def _is_alive(pid: int) -> bool:
@@ -177,7 +188,7 @@ def _is_alive(pid: int) -> bool:
 @contextmanager
 def _try_lock(final: Path) -> Iterator[bool]:
     """Yield whether this process may build; True also on file systems without locks."""
-    path = final.with_name(f"{final.name}.lock")
+    path = _beside(final, "lock")
     try:
         # Groups share the folder: a link under this name would let the owner be written through it.
         opening = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -206,18 +217,20 @@ def _try_lock(final: Path) -> Iterator[bool]:
 
 def _owner(final: Path) -> str:
     try:
-        owner = json.loads(final.with_name(f"{final.name}.lock").read_bytes())
+        owner = json.loads(_beside(final, "lock").read_bytes())
         return printable(f"process {owner['pid']} on {owner['host']}")
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"
 
 
+def _beside(final: Path, suffix: str) -> Path:
+    return final.with_name(f"{final.name}.{suffix}")
+
+
 def _failure(final: Path) -> tuple[str, str] | None:
     """Return ``(token, message)`` of the last failed build; each failure has another random token."""
     try:
-        token, _, sentence = (
-            final.with_name(f"{final.name}.failed").read_text(encoding="utf-8").partition("\n")
-        )
+        token, _, sentence = _beside(final, "failed").read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
     return token, sentence

@@ -123,7 +123,7 @@ class ArrayWriter:
         }
 
 
-class CheckedArray:
+class CheckedArray(CheckedBlocks):
     """Memory-mapped reader of an array that `ArrayWriter` wrote.
 
     Args:
@@ -135,36 +135,28 @@ class CheckedArray:
     """
 
     def __init__(self, directory: Path, name: str, dtype: DTypeLike, entry: dict[str, Any]) -> None:
-        self.path = directory / f"{name}.bin"
+        path = directory / f"{name}.bin"
         item = np.dtype(dtype)
         if entry["dtype"] != item.str:
             raise DataError(
-                f"{self.path} contains items of type {entry['dtype']}, expected {item.str}; remove the cache directory "
+                f"{path} contains items of type {entry['dtype']}, expected {item.str}; remove the cache directory "
                 "to build it again."
             )
         self.count = int(entry["count"])
         num_bytes = self.count * item.itemsize
-        self._check_size(self.path, num_bytes)
+        self._check_size(path, num_bytes)
         checksums_path = directory / f"{name}.crc32c"
         self._check_size(checksums_path, -(-num_bytes // CHECKSUM_BLOCK_BYTES) * CHECKSUMS.itemsize)
         raw = checksums_path.read_bytes()
         if crc32c(raw) != entry["checksums_crc32c"]:
             raise DataError(f"{checksums_path} is damaged; remove {directory} to build it again.")
-        values = np.memmap(self.path, item, "r") if self.count else np.zeros(0, item)
-        self._blocks = CheckedBlocks(
+        values = np.memmap(path, item, "r") if self.count else np.zeros(0, item)
+        super().__init__(
             np.asarray(values),
             np.frombuffer(raw, CHECKSUMS),
-            self.path,
+            path,
             f"(CRC32C differs); test the disk, and remove {directory} to build it again.",
         )
-
-    def read(self, start: int, stop: int) -> AnyArray:
-        """Return a read-only view of the items from ``start`` to ``stop - 1``.
-
-        Raises:
-            DataError: a block has changed since it was written.
-        """
-        return self._blocks.read(start, stop)
 
     def read_all(self) -> AnyArray:
         return self.read(0, self.count)

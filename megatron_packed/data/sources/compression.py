@@ -1,7 +1,7 @@
-"""Decompression of data files in blocks of bounded size: gzip, zstd, bzip2 and xz.
+"""Kinds of data files by their first bytes, and decompression in blocks of bounded size.
 
-The first bytes of a file decide, not its name. Several compressed streams in one file are read as
-one, because programs that compress in parallel write such files.
+The first bytes of a file decide, not its name: gzip, zstd, bzip2, xz, or a table. Several compressed
+streams in one file are read as one, because programs that compress in parallel write such files.
 """
 
 from __future__ import annotations
@@ -31,13 +31,25 @@ _MAGIC = {
     b"PK\x03\x04": "zip",
 }
 """First bytes of each compressed format, and the name of the format."""
+PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"ARROW1"
+_STREAM_MAGIC = b"\xff\xff\xff\xff"
+"""First bytes of a message of an Arrow stream; no text begins with these bytes."""
 
 
 def compression_of(file: Path) -> str | None:
     """Return the name of the compression of a file; None if the file is not compressed."""
-    with file.open("rb") as stream:
-        first = stream.read(8)
+    first = _first_bytes(file)
     return next((name for magic, name in _MAGIC.items() if first.startswith(magic)), None)
+
+
+def is_table(file: Path) -> bool:
+    """Return whether a file is Parquet or Arrow."""
+    return _first_bytes(file).startswith((PARQUET_MAGIC, ARROW_MAGIC, _STREAM_MAGIC))
+
+
+def _first_bytes(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(8)
 
 
 def check_compression(file: Path) -> None:

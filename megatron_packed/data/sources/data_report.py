@@ -7,13 +7,22 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.errors import CURES, EMPTY, REASONS, BadLine, DataError, printable
-from megatron_packed.data.notes import Notes, note_lines
+from megatron_packed.data.errors import (
+    CURES,
+    EMPTY,
+    REASONS,
+    BadLine,
+    DataError,
+    Notes,
+    most_first,
+    note_lines,
+    printable,
+)
 from megatron_packed.data.sources.jsonl_lines import WHOLE_FILE, RawLine
 from megatron_packed.data.tokenizers.encode import Cut, EncodedDocument
 from megatron_packed.files.written_files import (
@@ -68,7 +77,7 @@ class LineCounts:
     schemas: dict[str, int] = field(default_factory=dict)
     """Number of good lines for each schema."""
     notes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Counts of the notes of the good lines, by kind and name (`notes.NOTES`)."""
+    """Counts of the notes of the good lines, by kind and name (`errors.NOTES`)."""
     turn_marker_lines: int = 0
     """Lines of text that spell turn markers, which are encoded as letters."""
     first_marked: str = ""
@@ -147,7 +156,7 @@ class LineCounts:
         Args:
             of: word before the number of lines, if they are not all lines of the data.
         """
-        ordered = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
+        ordered = most_first(self.bad)
         return refusal(
             f"{self.num_bad} of {of}{self.not_blank} lines are unusable ({self.bad_fraction:.2%}), more than "
             f"{flags.MAX_BAD_FRACTION} {max_bad_fraction} allows",
@@ -237,9 +246,6 @@ class DataReport(LineCounts):
         self.cut_inside += cut.inside
         self.cut_answers += cut.answer
         self.cut_questions += cut.question
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines_of_text(self, quarantine: Path) -> list[str]:
         """Format the report for people, as lines of text.

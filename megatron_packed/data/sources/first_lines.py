@@ -24,6 +24,8 @@ from megatron_packed.data.sources.line_schema import LineSample
 from megatron_packed.data.sources.strict_json import object_of_line
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 
+ParsedLine = Callable[[RawLine], tuple[str, list[LineSample]]]
+"""Schema and samples of a line, or an empty text and no sample for a blank line."""
 _LINES, _ALL_LINES = 4096, 2**16
 """Most lines that are read of one file, and of all files together."""
 _BYTES, _ALL_BYTES = 8 * 2**20, 2**27
@@ -37,7 +39,7 @@ _said: set[tuple[Path, int, DataFields | None]] = set()
 def check_first_lines(
     files: Sequence[Path],
     reader_of_file: Callable[[Path], Iterable[RawLine]],
-    parsed: Callable[[RawLine], tuple[str, list[LineSample]]],
+    parsed: ParsedLine,
     encoder: SampleEncoder | None,
     *,
     fields: DataFields | None,
@@ -48,8 +50,7 @@ def check_first_lines(
     """Read the first lines of each file, print how many are usable, and refuse hopeless data.
 
     Args:
-        parsed: returns the schema and the samples of a line, or an empty text and no sample for a
-            blank line. It raises `BadLine` for an unusable line.
+        parsed: parser of a line. It raises `BadLine` for an unusable line.
         encoder: encoder that tries some lines; None tries none.
         quarantine_path: file that lists the bad lines if the data is refused.
         show: print the sentence. A second check of the same files prints nothing.
@@ -113,7 +114,7 @@ class _FirstLines:
         self,
         file: Path,
         lines: Iterable[RawLine],
-        parsed: Callable[[RawLine], tuple[str, list[LineSample]]],
+        parsed: ParsedLine,
     ) -> None:
         """Count the first lines of one file."""
         counts, share = self.counts, len(self._files)
@@ -133,9 +134,7 @@ class _FirstLines:
         of_file = (counts.num_bad - num_bad) / max(counts.not_blank - not_blank, 1)
         self._bad_bytes += file.stat().st_size * of_file
 
-    def _add(
-        self, file: Path, line: RawLine, parsed: Callable[[RawLine], tuple[str, list[LineSample]]]
-    ) -> list[LineSample]:
+    def _add(self, file: Path, line: RawLine, parsed: ParsedLine) -> list[LineSample]:
         """Count a line and return its samples; none for a line that is blank or unusable."""
         try:
             if self._unseen and line.reason is None and not line.is_blank:

@@ -42,7 +42,7 @@ _OPTIONAL = {
 }
 """Usual names of the fields of optional targets. The first field that is not empty counts."""
 _MASKS = frozenset({LISTED_MASK, "completion_mask", "assistant_masks"})
-OPTIONAL_FIELDS = frozenset(name for names in _OPTIONAL.values() for name in names) | _MASKS
+OPTIONAL_FIELDS = _MASKS.union(*_OPTIONAL.values())
 """Fields of a line that change what its question and answer mean, or what is learned."""
 ANSWER_FIELDS = frozenset(_USUAL["output"])
 """Usual names of the field of an answer."""

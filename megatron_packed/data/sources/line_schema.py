@@ -33,8 +33,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron_packed.config.data_fields import ANSWERS, LABEL, DataFields
-from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, Notes, printable
 from megatron_packed.data.sources.line_fields import (
     ANSWER_FIELDS,
     OPTIONAL_FIELDS,
@@ -53,7 +52,11 @@ from megatron_packed.data.sources.line_messages import (
     unknown_fields,
 )
 from megatron_packed.data.sources.message_masks import LISTED_MASK, TRAIN
-from megatron_packed.data.sources.preference_lines import PREFERENCE_FIELDS, check_no_preferences
+from megatron_packed.data.sources.preference_lines import (
+    PREFERENCE_ANSWERS,
+    PREFERENCE_FIELDS,
+    check_no_preferences,
+)
 from megatron_packed.data.sources.strict_json import JsonObject, expect, object_of_line
 from megatron_packed.data.sources.token_lines import (
     TOKEN_FIELDS,
@@ -125,6 +128,11 @@ class _Parsed(NamedTuple):
     """Fields of its messages whose meaning is not known."""
 
 
+def deciding_among(fields: Iterable[str]) -> set[str]:
+    """Return the fields of which a line needs one: all of them if none decides a schema."""
+    return {*fields} & DECIDING or {*fields}
+
+
 def schema_name(sample: LineSample) -> str:
     if isinstance(sample, Conversation):
         return sample.schema
@@ -149,7 +157,8 @@ def parse_line(
     """
     line = object_of_line(data)
     if fields is None:
-        check_no_preferences(line)
+        if not PREFERENCE_ANSWERS.isdisjoint(line):
+            check_no_preferences(line)
         values = [line]
     else:
         values = [_accepted(value) for value in renamed(line, fields)]

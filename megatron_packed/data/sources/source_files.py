@@ -1,4 +1,4 @@
-"""Expansion of data paths to files, and the identity of a file's content."""
+"""Data paths: the files that they name, the reader of a file, and the identity of its content."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.data_files import (
     DATA_FILE_NAMES,
     is_data_name,
@@ -17,17 +19,15 @@ from megatron_packed.config.data_files import (
 )
 from megatron_packed.config.hub_paths import is_hub_name, is_hub_path
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.compression import check_compression
-from megatron_packed.data.sources.hub import local_path
-from megatron_packed.data.sources.json_objects import read_object_head
-from megatron_packed.data.sources.line_schema import DECIDING
+from megatron_packed.data.sources.compression import check_compression, is_table
+from megatron_packed.data.sources.json_objects import check_no_wrapped_list, read_object_head
+from megatron_packed.data.sources.jsonl_lines import LineReader
+from megatron_packed.data.sources.line_fields import first_names
+from megatron_packed.data.sources.line_schema import DECIDING, deciding_among
 from megatron_packed.data.sources.other_formats import check_other_format, refusal_of_folder
-from megatron_packed.data.sources.table_files import (
-    check_pyarrow,
-    is_saved_dataset,
-    is_table,
-    saved_files,
-)
+
+if TYPE_CHECKING:
+    from megatron_packed.data.sources.table_rows import RowReader
 
 QUARANTINE_SUFFIX = ".quarantine.jsonl"
 _SHOWN_NAMES = 5
@@ -66,12 +66,16 @@ def expand_paths(
     for path in paths:
         name = str(path)
         if is_hub_path(name):
+            from megatron_packed.data.sources.hub import local_path
+
             name = local_path(name, say=say, download=download)
         files.extend(_expand(name, say))
     seen: set[Path] = set()
     for file in files:
         _check_file(file)
         if is_table(file):
+            from megatron_packed.data.sources.table_rows import check_pyarrow
+
             check_pyarrow(file)
         resolved = file.resolve()
         if resolved in seen:
@@ -85,6 +89,8 @@ def expand_paths(
 def _expand(path: str, say: Callable[[str], None]) -> list[Path]:
     local = Path(path)
     if local.is_dir():
+        from megatron_packed.data.sources.table_rows import is_saved_dataset, saved_files
+
         try:
             return saved_files(local) if is_saved_dataset(local) else _files_of(local, say)
         except OSError as error:  # another process changes the directory at the same time
@@ -189,6 +195,45 @@ def _check_file(file: Path) -> None:
     if not is_table(file):
         check_other_format(file)
     check_compression(file)
+
+
+def reader_of(
+    file: Path, max_line_bytes: int, columns: Collection[str], fields: DataFields | None = None
+) -> LineReader | RowReader:
+    """Return the reader of a file: of rows of a table, of one plain text, or of lines or elements.
+
+    Raises:
+        DataError: the file is one JSON object that holds a list.
+    """
+    if is_table(file):
+        from megatron_packed.data.sources.table_rows import RowReader
+
+        return RowReader(file, max_line_bytes, columns, fields)
+    if is_plain_name(file.name):
+        from megatron_packed.data.sources.plain_texts import TextReader, begins_as_json
+
+        if not begins_as_json(file):
+            return TextReader(file, max_line_bytes)
+    check_no_wrapped_list(file, deciding_among(columns) if fields is None else first_names(fields))
+    return LineReader(file, max_line_bytes)
+
+
+def index_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def tokens_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def is_indexed(prefix: str | Path) -> bool:
+    """Return whether ``<prefix>.bin`` or ``<prefix>.idx`` exists."""
+    return index_path(prefix).is_file() or tokens_path(prefix).is_file()
+
+
+def names_indexed(path: str) -> bool:
+    """Return True if a data path is the prefix of an indexed data set and is no file itself."""
+    return not Path(path).exists() and is_indexed(path)
 
 
 def quarantine_of(path: Path) -> Path:

@@ -21,7 +21,9 @@ _MAX_DEPTH = 128
 """Deepest allowed nesting of objects and lists. Python's own limit differs between versions."""
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\\u[fF][dD][dD][0-2]|\xef\xb7[\x90-\x92]")
 """Matches a surrogate escape, or a reserved character, escaped or raw."""
-_RESERVED = re.compile("[\ufdd0-\ufdd2]")
+GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Characters reserved to mark text while chat templates are rendered; see `chat_template`."""
+_RESERVED = re.compile(f"[{GENERATION_START}-{BROKEN}]")
 
 
 def object_of_line(data: bytes) -> JsonObject:

@@ -5,60 +5,40 @@ table has every field in every row; a null answer is an empty answer, as in line
 a schema or ``--data-fields`` uses are read, and the reader lists the others.
 
 A table that is damaged or cut off raises `DataError` and stops the run, because its lost rows
-cannot be listed in quarantine. This module imports pyarrow only when it opens such a file.
+cannot be listed in quarantine. This module imports pyarrow only when it opens such a file. It also
+lists the files of a data set that Hugging Face's ``save_to_disk`` wrote.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import ANSWERS, DataFields
-from megatron_packed.config.data_files import is_plain_name
+from megatron_packed.config.optional_packages import old_package
 from megatron_packed.data.errors import DataError, printable
-from megatron_packed.data.sources.json_objects import check_no_wrapped_list
-from megatron_packed.data.sources.jsonl_lines import LineReader, RawLine
-from megatron_packed.data.sources.line_fields import columns_of, first_names
+from megatron_packed.data.sources.compression import ARROW_MAGIC, PARQUET_MAGIC
+from megatron_packed.data.sources.jsonl_lines import RawLine
+from megatron_packed.data.sources.line_fields import columns_of
 from megatron_packed.data.sources.line_messages import CONTENTS
-from megatron_packed.data.sources.line_schema import DECIDING
+from megatron_packed.data.sources.line_schema import DECIDING, deciding_among
 from megatron_packed.data.sources.message_masks import LISTED_MASK
-from megatron_packed.data.sources.plain_texts import TextReader, begins_as_json
-from megatron_packed.data.sources.table_files import (
-    ARROW_MAGIC,
-    PARQUET_MAGIC,
-    check_pyarrow,
-    is_table,
-)
 from megatron_packed.data.sources.token_lines import TOKEN_FIELDS, TOKEN_ID_FIELDS
+from megatron_packed.data.sources.tool_fields import without_nulls
+from megatron_packed.files.regular_files import open_regular
 
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 2**20
-
-
-def reader_of(
-    file: Path, max_line_bytes: int, columns: Collection[str], fields: DataFields | None = None
-) -> LineReader | RowReader | TextReader:
-    """Return the reader of a file: of rows of a table, of one plain text, or of lines or elements.
-
-    Raises:
-        DataError: the file is one JSON object that holds a list.
-    """
-    if is_table(file):
-        return RowReader(file, max_line_bytes, columns, fields)
-    if is_plain_name(file.name) and not begins_as_json(file):
-        return TextReader(file, max_line_bytes)
-    check_no_wrapped_list(file, _needed(columns) if fields is None else first_names(fields))
-    return LineReader(file, max_line_bytes)
-
-
-def _needed(columns: Collection[str]) -> set[str]:
-    """Return the columns of which a row needs one: all of them if none decides a schema."""
-    return set(columns) & DECIDING or set(columns)
+_MOST_BYTES = 64 << 20
+"""Bytes of a description that are read; that of 100,000 files has 6 MB."""
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass
@@ -167,7 +147,7 @@ class RowReader:
         fields = self.fields
         columns = self._columns(names) if fields is None else columns_of(fields, names, self.file)
         wanted = [name for name in names if name in columns]
-        needed = set(columns) if fields is not None else _needed(self.columns)
+        needed = set(columns) if fields is not None else deciding_among(self.columns)
         if needed.isdisjoint(wanted):
             raise DataError(
                 f"{self.file} has the columns {printable(', '.join(names)) or 'none'}, but needs at least one of "
@@ -218,21 +198,11 @@ class RowReader:
 
 def row_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a row of a table; a null answer is an empty answer, and any other null
-    field is absent.
+    field is absent. The schema decides about a null content of a message.
     """
     answers = {name: value for name, value in row.items() if value is None and name in ANSWERS}
-    return answers | {name: _without_nulls(part) for name, part in row.items() if part is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without null keys; the schema decides about a null content of a message."""
-    if isinstance(value, dict):
-        return {
-            name: _without_nulls(part)
-            for name, part in value.items()
-            if part is not None or name in CONTENTS
-        }
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    fields = {name: value for name, value in row.items() if value is not None}
+    return answers | {name: without_nulls(part, CONTENTS) for name, part in fields.items()}
 
 
 def _as_json(value: Any) -> str:
@@ -242,3 +212,70 @@ def _as_json(value: Any) -> str:
     become the text that ``str`` returns.
     """
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def check_pyarrow(file: Path) -> None:
+    """Check that pyarrow is installed, which is needed to read the table ``file``.
+
+    Raises:
+        DataError: pyarrow is not installed, or a file could run code in its version.
+    """
+    if find_spec("pyarrow") is None:
+        raise DataError(
+            f"{file} needs pyarrow, which is not installed; run `pip install 'megatron-packed[data]'`, or give the "
+            "data as JSONL."
+        )
+    if (old := old_package("pyarrow")) is not None:
+        raise DataError(f"{file} would be read by {old[0]}; run `{old[1]}`.")
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Return whether ``save_to_disk`` of Hugging Face's datasets wrote the directory.
+
+    A directory of splits counts too.
+    """
+    return (directory / _STATE).is_file() or (directory / _SPLITS).is_file()
+
+
+def saved_files(directory: Path) -> list[Path]:
+    """List the Arrow files of a directory that ``save_to_disk`` wrote, in the order of their rows.
+
+    Raises:
+        DataError: the directory has several splits, its description is damaged, or the data set
+            stores the order of its rows in separate files.
+    """
+    if not (directory / _STATE).is_file():
+        splits = _description(directory / _SPLITS, "splits", str)
+        if len(splits) != 1:
+            raise DataError(
+                f"{directory} contains the splits {printable(', '.join(splits)) or 'none'}; give the path of one "
+                f"split, for example {os.path.join(directory, printable(splits[0], 40) if splits else 'train')}."
+            )
+        directory = directory / splits[0]
+    path = directory / _STATE
+    names = [entry.get("filename") for entry in _description(path, "_data_files", dict)]
+    if not names or not all(
+        isinstance(name, str) and name == os.path.basename(name) and "\0" not in name
+        for name in names
+    ):
+        raise DataError(f"{path} names no data files; save the data set again.")
+    if _description(path, "_indices_data_files", dict, optional=True):
+        raise DataError(
+            f"{directory} stores the order of its rows in a separate file; call flatten_indices() on the data set and "
+            "save it again."
+        )
+    return [directory / name for name in names]
+
+
+def _description(path: Path, field: str, kind: type, *, optional: bool = False) -> list[Any]:
+    try:
+        with open_regular(path) as file:
+            value = json.loads(file.read(_MOST_BYTES))
+        entries = value.get(field) or [] if optional else value[field]
+        if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
+            raise ValueError(f"{field} does not have the expected form")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is damaged ({printable(str(error), 80)}); save the data set again."
+        ) from None
+    return entries

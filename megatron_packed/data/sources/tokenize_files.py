@@ -21,13 +21,13 @@ from numpy.typing import ArrayLike
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.data_fields import DataFields
-from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.notes import Notes
+from megatron_packed.config.sections.data import DataConfig
+from megatron_packed.data.errors import BadLine, DataError, Notes
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.data.sources.checked_arrays import ArrayWriter
 from megatron_packed.data.sources.data_report import DataReport, LineTally, Quarantine
 from megatron_packed.data.sources.first_lines import check_first_lines
-from megatron_packed.data.sources.jsonl_lines import RawLine
+from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES, RawLine
 from megatron_packed.data.sources.line_schema import (
     FIELDS,
     TEXT_SCHEMA,
@@ -36,7 +36,7 @@ from megatron_packed.data.sources.line_schema import (
     parse_line,
     schema_name,
 )
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import reader_of
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.packed.array_types import Int64Array
@@ -64,12 +64,22 @@ class BuildOptions:
     of data raises `DataError` and does not count as bad lines.
     """
     max_bad_fraction: float
-    max_line_bytes: int
+    max_line_bytes: int = MAX_LINE_BYTES
     fields: DataFields | None = None
     """Names of the fields of the lines; None for the names of the schemas."""
     num_threads: int | None = None
     """Number of threads that tokenise; None for one per processor."""
     show_progress: bool = True
+
+    @classmethod
+    def from_config(cls, config: DataConfig, show: bool) -> BuildOptions:
+        """Return the options of a run's data; ``show`` prints the progress."""
+        return cls(
+            sft=config.sft,
+            max_bad_fraction=config.max_bad_fraction,
+            fields=config.fields,
+            show_progress=show,
+        )
 
 
 class Chunk(NamedTuple):

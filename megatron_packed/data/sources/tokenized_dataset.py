@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EAR
 from megatron_packed.data.documents import TokensAndTargets
 from megatron_packed.data.errors import DataError, NotTokenizedError, printable
 from megatron_packed.data.progress_bar import say, warn
-from megatron_packed.data.sources.cache_directory import get_or_build
+from megatron_packed.data.sources.cache_directory import open_or_build, opened
 from megatron_packed.data.sources.checked_arrays import CheckedArray
 from megatron_packed.data.sources.data_report import DataReport
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
@@ -50,9 +50,8 @@ from megatron_packed.data.sources.tokenize_files import (
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import ChatFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
 from megatron_packed.files.checksums import crc32c
-from megatron_packed.packed.array_types import Int64Array, IntegerArray, UInt8Array
+from megatron_packed.packed.array_types import Int64Array, IntegerArray
 
 CACHE_FORMAT = 4
 """Version of the cache. Increase this number when a change of the code stores the same sources
@@ -137,10 +136,6 @@ class TokenizedDataset:
         """
         first, stop = self._place(index, start, length)
         return self._tokens.read(first, stop), self._targets.read(first, stop)
-
-    def target_mask(self, index: int) -> UInt8Array:
-        """Return the target marks of a complete document."""
-        return self._targets.read(*self._place(index, 0, None))
 
     def count_targets(
         self,
@@ -337,6 +332,8 @@ class _Contents:
                 chat=self.chat,
                 special_tokens_in_text=self.special_tokens_in_text,
             )
+        from megatron_packed.data.tokenizers.shorten_conversations import ShorteningEncoder
+
         return ShorteningEncoder(
             tokenizer=self.tokenizer,
             chat=self.chat,
@@ -346,9 +343,9 @@ class _Contents:
 
     def _open_earlier(self, root: Path) -> TokenizedDataset | None:
         """Open the tokens that an earlier version left under ``root``; None if there are none."""
-        directory = root / self.earlier_key()
-        if _is_valid(directory):
-            return self.checked(TokenizedDataset(directory))
+        dataset = opened(root / self.earlier_key(), TokenizedDataset)
+        if dataset is not None:
+            return self.checked(dataset)
         if self.options.show_progress:
             say(
                 f"{root} has no tokens that an earlier version made of these files "
@@ -365,20 +362,20 @@ class _Contents:
                 return earlier
         directory = root / self.key()
         try:
-            if not build_missing and not _is_valid(directory):
+            if not build_missing and opened(directory, TokenizedDataset) is None:
                 names = ", ".join(map(str, self.files))
                 raise NotTokenizedError(
                     f"{names}: not tokenised yet; {root} contains no cache of these files."
                 )
-            get_or_build(
+            dataset = open_or_build(
                 directory,
-                is_valid=_is_valid,
+                TokenizedDataset,
                 build=partial(self._build, final=directory),
                 log=say if options.show_progress else _be_quiet,
             )
         finally:
             self.chat.close()
-        return self.checked(TokenizedDataset(directory))
+        return self.checked(dataset)
 
     def checked(self, dataset: TokenizedDataset) -> TokenizedDataset:
         """Return a data set whose lines are usable.
@@ -419,7 +416,7 @@ class _Contents:
                 "chat": self.chat.fingerprint,
                 "sources": sources,
                 "arrays": entries,
-                "report": report.as_dict(),
+                "report": asdict(report),
             },
         )
 
@@ -437,16 +434,6 @@ def cache_directory(path: str | Path, files: Sequence[Path], cache_root: str | P
     if cache_root is not None:
         return Path(cache_root)
     return (Path() if is_hub_path(str(path)) else files[0].parent) / DEFAULT_CACHE_NAME
-
-
-def _is_valid(directory: Path) -> bool:
-    if not directory.exists():
-        return False
-    try:
-        TokenizedDataset(directory)
-    except DataError:
-        return False
-    return True
 
 
 def _be_quiet(line: str) -> None:

@@ -6,21 +6,28 @@ Chat templates need objects. A template that gets a text prints it with quotes a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.strict_json import JsonObject, expect, parse_text, type_name
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Any, kept: Collection[str] = ()) -> Any:
     """Return a JSON value without the keys whose value is null, at any depth.
 
     Tables have every key in every row. A tool or a message without a key has null there.
+
+    Args:
+        kept: keys that stay with a null value.
     """
     if isinstance(value, dict):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {
+            name: without_nulls(part, kept)
+            for name, part in value.items()
+            if part is not None or name in kept
+        }
+    return [without_nulls(part, kept) for part in value] if isinstance(value, list) else value
 
 
 def null_arguments(value: Any) -> list[str]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -22,7 +24,6 @@ import numpy as np
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.data.errors import BadLine, DataError, printable
-from megatron_packed.data.tokenizers.turn_markers import special_pattern
 from megatron_packed.files.regular_files import open_regular
 from megatron_packed.packed.array_types import Int32Array, Int64Array, IntegerArray
 
@@ -269,7 +270,12 @@ class ByteTokenizer(InProcess):
         "pad_token": PADDING,
     }
     fingerprint = "bytes-1:" + ",".join(OWN_SPECIAL_TOKENS)
-    _split = special_pattern(OWN_SPECIAL_TOKENS)
+
+    @cached_property
+    def _split(self) -> re.Pattern[str]:
+        from megatron_packed.data.tokenizers.turn_markers import special_pattern
+
+        return special_pattern(OWN_SPECIAL_TOKENS)
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
         pieces = self._split.split(text) if special else [text]

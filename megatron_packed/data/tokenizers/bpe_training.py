@@ -18,7 +18,7 @@ from megatron_packed.config.data_fields import DataFields
 from megatron_packed.config.data_files import COMPRESSED_SUFFIXES
 from megatron_packed.data.documents import border_of, drawing_order
 from megatron_packed.data.errors import BadLine, DataError, NotTokenizedError
-from megatron_packed.data.sources.cache_directory import get_or_build
+from megatron_packed.data.sources.cache_directory import open_or_build, opened
 from megatron_packed.data.sources.data_report import place_and_reason
 from megatron_packed.data.sources.jsonl_lines import MAX_LINE_BYTES
 from megatron_packed.data.sources.line_schema import (
@@ -28,8 +28,12 @@ from megatron_packed.data.sources.line_schema import (
     TokenSequence,
     parse_line,
 )
-from megatron_packed.data.sources.source_files import expand_paths, file_identity, quarantine_of
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import (
+    expand_paths,
+    file_identity,
+    quarantine_of,
+    reader_of,
+)
 from megatron_packed.data.sources.tokenize_files import BuildOptions, documents_of_lines
 from megatron_packed.data.tokenizers.base import (
     END_OF_DOCUMENT,
@@ -115,7 +119,7 @@ def train_bpe(
     files = list(dict.fromkeys(file for path_files in each for file in path_files))
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
-    if not build_missing and not _is_valid(directory):
+    if not build_missing and opened(directory, HuggingFaceTokenizer) is None:
         raise _untrained(files, cache_root)
 
     def build(temporary: Path) -> None:
@@ -128,8 +132,7 @@ def train_bpe(
         (temporary / TOKENIZER_JSON).write_text(_train(texts, vocab_size, unusable), "utf-8")
         (temporary / CONFIG).write_text(json.dumps(_NAMED), encoding="utf-8")
 
-    get_or_build(directory, is_valid=_is_valid, build=build, log=log)
-    return HuggingFaceTokenizer(directory)
+    return open_or_build(directory, HuggingFaceTokenizer, build=build, log=log)
 
 
 def files_of_trained(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
@@ -137,16 +140,15 @@ def files_of_trained(tokenizer: HuggingFaceTokenizer) -> dict[str, str]:
     return {TOKENIZER_JSON: tokenizer.text, CONFIG: json.dumps(_NAMED)}
 
 
-def from_stored(text: str, file: Path) -> HuggingFaceTokenizer:
+def from_stored(text: str) -> HuggingFaceTokenizer:
     """Return the trained tokenizer with this tokenizer.json.
 
     Args:
         text: content of the tokenizer.json, from `files_of_trained`.
-        file: path for messages.
     Raises:
         DataError: the text is no tokenizer.json of such a tokenizer.
     """
-    return HuggingFaceTokenizer.from_text(text, _NAMED, file)
+    return HuggingFaceTokenizer.from_text(text, _NAMED, Path(TOKENIZER_JSON))
 
 
 def _untrained(files: Sequence[Path], cache_root: str | Path) -> NotTokenizedError:
@@ -185,9 +187,7 @@ def _lines_of(
 ) -> dict[Path, BoolArray]:
     """Mark the lines of each file, ``(lines,)``, of which all documents are in the share."""
     encoder = SampleEncoder(tokenizer=Untrained(), chat=share.chat)
-    options = BuildOptions(
-        sft=share.sft, max_bad_fraction=1.0, max_line_bytes=MAX_LINE_BYTES, fields=fields
-    )
+    options = BuildOptions(sft=share.sft, max_bad_fraction=1.0, fields=fields)
     chosen: dict[Path, BoolArray] = {}
     for path in paths:
         counts = documents_of_lines(expand_paths([path]), encoder, options)
@@ -294,11 +294,3 @@ def _texts_of_line(data: bytes, fields: DataFields | None) -> list[str]:
         else:
             texts.append(sample.text)
     return texts
-
-
-def _is_valid(directory: Path) -> bool:
-    try:
-        HuggingFaceTokenizer(directory)
-    except DataError:
-        return False
-    return True

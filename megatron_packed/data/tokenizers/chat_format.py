@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.data_parts.tokenizer import (
@@ -20,31 +20,17 @@ from megatron_packed.config.sections.data_parts.tokenizer import (
     LAST_ANSWER,
     REFUSED,
 )
-from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, DataError, Notes
 from megatron_packed.data.sources.line_schema import Conversation
 from megatron_packed.data.tokenizers.base import TURN_END, TURN_START, Tokenizer
-from megatron_packed.data.tokenizers.chat_template import (
-    DEFAULT_TEMPLATE,
-    Rendered,
-    TemplateError,
-    Tools,
-)
-from megatron_packed.data.tokenizers.conversation_documents import (
-    ConversationRenderer,
-    RenderingRules,
-)
-from megatron_packed.data.tokenizers.limited_process import CPU_SECONDS
-from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
-from megatron_packed.data.tokenizers.template_process import TemplateProcess
-from megatron_packed.data.tokenizers.turn_ends import TurnCutter
-from megatron_packed.data.tokenizers.turn_markers import (
-    PROBES,
-    Messages,
-    TurnEnd,
-    find_turn_end,
-)
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.files.regular_files import open_regular
+
+if TYPE_CHECKING:
+    from megatron_packed.data.tokenizers.chat_template import Tools
+    from megatron_packed.data.tokenizers.conversation_documents import ConversationRenderer
+    from megatron_packed.data.tokenizers.template_process import TemplateProcess
+    from megatron_packed.data.tokenizers.turn_markers import Messages, Spans, TurnCutter, TurnEnd
 
 _MOST_BYTES = 16 << 20
 """Maximum bytes of a file with a chat template; the longest of published models has 20 kB."""
@@ -67,6 +53,11 @@ class TextPiece(NamedTuple):
     """True if a template printed the piece. Special tokens spelled in the piece are then encoded as
     special tokens, unless they are broken (see `chat_template`).
     """
+
+
+def joined_text(pieces: Iterable[TextPiece]) -> str:
+    """Return the text that pieces make up."""
+    return "".join(piece.text for piece in pieces)
 
 
 class ChatDocument(NamedTuple):
@@ -201,32 +192,7 @@ def only_learned(messages: Sequence[dict[str, Any]], learned: Collection[int]) -
     ]
 
 
-_Renderer = ConversationRenderer | TemplateProcess
-
-
-def _renderer(
-    source: str,
-    tokenizer: Tokenizer,
-    date: str | None,
-    kwargs: str | None,
-    rules: RenderingRules,
-    cpu_seconds: float,
-) -> _Renderer:
-    """Return the renderer of a template, which several threads may use.
-
-    Own templates are rendered in this process, others in child processes.
-
-    Raises:
-        DataError: the template does not compile.
-    """
-    variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
-    arguments = (source, variables, list(tokenizer.special_tokens), date, rules)
-    try:
-        if source in OWN_TEMPLATES:
-            return ConversationRenderer(*arguments)
-        return TemplateProcess(*arguments, cpu_seconds)
-    except TemplateError as error:
-        raise DataError(str(error)) from None
+_Renderer: TypeAlias = "ConversationRenderer | TemplateProcess"
 
 
 class TemplateFormat:
@@ -238,7 +204,6 @@ class TemplateFormat:
     Args:
         source: the template; None for the built-in template, if the tokenizer has its tokens.
         tokenizer: provides the special tokens and the variables that templates expect.
-        cpu_seconds: limit of the CPU time for one conversation.
         tool_source: template for conversations with tools; None for ``source``.
         trains_all: True makes every token a target, except assistant messages with ``train:
             false``. False makes only the tokens of the assistant targets.
@@ -257,7 +222,6 @@ class TemplateFormat:
         self,
         source: str | None,
         tokenizer: Tokenizer,
-        cpu_seconds: float = CPU_SECONDS,
         *,
         tool_source: str | None = None,
         trains_all: bool = False,
@@ -274,12 +238,9 @@ class TemplateFormat:
         self.ends_documents = ends_documents
         self.ends_turns = answer_end == AT_TURN and not (trains_all or ends_documents)
         self.last_only = multi_turn == LAST_ANSWER
-        rules = RenderingRules(
-            trains_all=trains_all,
-            ends_once=self.ends_turns,
-            last_only=self.last_only,
-            counts_unprinted=unprinted_policy == COUNTED,
-        )
+        self._trains_all = trains_all
+        self._counts_unprinted = unprinted_policy == COUNTED
+        self._variables = {**tokenizer.template_variables, **json.loads(kwargs or "{}")}
         self._special_tokens = list(tokenizer.special_tokens)
         self._date = date
         self.fingerprint = ("template-2:" if self.ends_turns else "template-1:") + _hash(
@@ -288,20 +249,39 @@ class TemplateFormat:
         self.fingerprint += ":everything" * trains_all + ":no-end" * ends_documents
         of_tools = None if tool_source is None else _hash(tool_source)
         self.rules: tuple[object, ...] = (multi_turn, unprinted_policy, date, kwargs, of_tools)
-        self._build = partial(
-            _renderer,
-            tokenizer=tokenizer,
-            date=date,
-            kwargs=kwargs,
-            rules=rules,
-            cpu_seconds=cpu_seconds,
-        )
         # Faults of a template are found here. An own template has none, and it is compiled for the
         # first conversation, because plain texts need none.
         if self._source not in OWN_TEMPLATES:
             self._renderer = self._build(self._source)
         if tool_source is not None:
             self._with_tools = self._build(tool_source)
+
+    def _build(self, source: str) -> _Renderer:
+        """Return the renderer of a template, which several threads may use.
+
+        Own templates are rendered in this process, others in child processes.
+
+        Raises:
+            DataError: the template does not compile.
+        """
+        from megatron_packed.data.tokenizers.chat_template import TemplateError
+        from megatron_packed.data.tokenizers.conversation_documents import (
+            ConversationRenderer,
+            RenderingRules,
+        )
+        from megatron_packed.data.tokenizers.template_process import TemplateProcess
+
+        rules = RenderingRules(
+            trains_all=self._trains_all,
+            ends_once=self.ends_turns,
+            last_only=self.last_only,
+            counts_unprinted=self._counts_unprinted,
+        )
+        kind = ConversationRenderer if source in OWN_TEMPLATES else TemplateProcess
+        try:
+            return kind(source, self._variables, self._special_tokens, self._date, rules)
+        except TemplateError as error:
+            raise DataError(str(error)) from None
 
     @cached_property
     def _renderer(self) -> _Renderer:
@@ -321,13 +301,13 @@ class TemplateFormat:
         documents = []
         for end, learned, text, spans, as_served in rendered:
             part = conversation._replace(messages=only_learned(messages[:end], learned))
-            pieces = divided(*self._cut(Rendered(text, spans)))
+            pieces = self._divided(text, spans)
             documents.append(ChatDocument(part, pieces, as_served))
         return documents, notes
 
     def pieces(self, conversation: Conversation) -> list[TextPiece]:
         messages, tools = conversation.messages, conversation.tools
-        return divided(*self._cut(self._for(tools).conversation(messages, tools)))
+        return self._divided(*self._for(tools).conversation(messages, tools))
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[TextPiece]:
         return [TextPiece(self._for(tools).prompt(messages, tools), False, True)]
@@ -341,6 +321,8 @@ class TemplateFormat:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
+        from megatron_packed.data.tokenizers.turn_markers import find_turn_end
+
         return find_turn_end(self.complete_text, self._special_tokens)
 
     @cached_property
@@ -354,9 +336,12 @@ class TemplateFormat:
                 "The chat template asks for today's date, and gets none, so that the same data has the same "
                 f"tokens every day; {flags.CHAT_TEMPLATE_DATE} sets a date."
             )
-        for messages in PROBES if self.ends_turns else ():
-            with suppress(BadLine):
-                return [*sentences, *self._sentences_of_blocks(messages)]
+        if self.ends_turns:
+            from megatron_packed.data.tokenizers.turn_markers import PROBES
+
+            for messages in PROBES:
+                with suppress(BadLine):
+                    return [*sentences, *self._sentences_of_blocks(messages)]
         return sentences
 
     def _sentences_of_blocks(self, messages: Messages) -> list[str]:
@@ -365,8 +350,7 @@ class TemplateFormat:
         if document.as_served:
             return []
         sentences = []
-        rendered = Rendered(document.text, document.spans)
-        if self.turn_end is not None and self._cutter.extends(rendered):
+        if self.turn_end is not None and self._cutter.extends(document.text, document.spans):
             sentences.append(
                 "The {% generation %} blocks of the chat template leave out "
                 f"{self.turn_end.token}, which ends an answer; this token is learned too, "
@@ -381,10 +365,12 @@ class TemplateFormat:
 
     @cached_property
     def _cutter(self) -> TurnCutter:
+        from megatron_packed.data.tokenizers.turn_markers import TurnCutter
+
         return TurnCutter(self.turn_end, self._special_tokens)
 
-    def _cut(self, rendered: Rendered) -> Rendered:
-        return self._cutter.cut(rendered) if self.ends_turns else rendered
+    def _divided(self, text: str, spans: Spans) -> list[TextPiece]:
+        return divided(*self._cutter.cut(text, spans)) if self.ends_turns else divided(text, spans)
 
     def _for(self, tools: Tools) -> _Renderer:
         return self._with_tools if tools else self._renderer
@@ -416,7 +402,7 @@ def _hash(source: str) -> str:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def divided(text: str, spans: Sequence[tuple[int, int]]) -> list[TextPiece]:
+def divided(text: str, spans: Spans) -> list[TextPiece]:
     """Return the pieces of a text of markup with the given trained ranges."""
     pieces, at = [], 0
     for start, end in spans:

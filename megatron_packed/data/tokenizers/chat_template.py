@@ -3,7 +3,7 @@
 This module needs only jinja2, because a template that came with a tokenizer is rendered in a small
 child process (`template_process`).
 
-The renderer puts private markers into the text. They are Unicode noncharacters, which `line_schema`
+The renderer puts private markers into the text. They are Unicode noncharacters, which `strict_json`
 does not allow in data:
 
 - `GENERATION_START` and `GENERATION_END` surround the output of a ``{% generation %}`` block.
@@ -29,44 +29,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.optional_packages import old_package
-from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, Notes, printable
+from megatron_packed.data.sources.strict_json import BROKEN, GENERATION_END, GENERATION_START
 from megatron_packed.data.tokenizers.turn_markers import Messages, find_turn_markers
 
-GENERATION_START, GENERATION_END, BROKEN = "\ufdd0", "\ufdd1", "\ufdd2"
 _OLD_JINJA = old_package("jinja2")
 """Clause and command about a jinja2 that is too old; read before the process can no longer open files.
 
 The commands of this package check it at their start, but other programs may render, too.
 """
 GENERATION_MARKS = re.compile(f"[{GENERATION_START}{GENERATION_END}]")
-
-DEFAULT_TEMPLATE = """\
-{%- if tools -%}
-  {{- raise_exception('the built-in template prints no tool definitions; give --chat-template one that does') -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {{- '<|im_start|>' + message.role + '\\n' -}}
-  {%- if message.role == 'assistant' -%}
-    {%- generation -%}
-      {{- message.content -}}
-      {%- for call in message.tool_calls or [] -%}
-        {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' -}}
-      {%- endfor -%}
-      {{- '<|im_end|>' -}}
-    {%- endgeneration -%}
-  {%- else -%}
-    {{- message.content + '<|im_end|>' -}}
-  {%- endif -%}
-  {{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-"""Template for tokenizers without a template: ChatML, in which the end of an assistant turn is
-trained."""
-
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant message that hold its thoughts."""

@@ -18,22 +18,19 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any, NamedTuple
 
-from megatron_packed.data.errors import BadLine, printable
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, Notes, printable
+from megatron_packed.data.sources.strict_json import BROKEN, GENERATION_START
 from megatron_packed.data.tokenizers.chat_template import (
-    BROKEN,
     GENERATION_MARKS,
-    GENERATION_START,
     REASONING,
     Rendered,
     TemplateRenderer,
     Tools,
     unmarked,
 )
-from megatron_packed.data.tokenizers.turn_markers import Messages
+from megatron_packed.data.tokenizers.turn_markers import Messages, common_length
 
 _THOUGHT = re.compile("((?:.*?<think>)?)((?:(?<=<think>).*(?=</think>))?)(.*)", re.DOTALL)
 """Content of an answer: text up to the beginning of a thought, the thought, and the rest."""
@@ -491,7 +488,7 @@ def _trained(messages: Messages) -> list[bool]:
 
 def _difference(prompt: str, text: str) -> str:
     """Return the first parts at which a prompt and the printed text differ."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text)))
+    same = common_length(prompt, text)
     shown = [printable(part.replace(BROKEN, "")[same:], 60) for part in (prompt, text)]
     return f"the prompt goes on with {shown[0]!r}, the printed text with {shown[1]!r}"
 

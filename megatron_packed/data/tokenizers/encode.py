@@ -15,25 +15,31 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from megatron_packed.config.sections.data_parts.tokenizer import LETTERS, TOKENS
-from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import BadLine, DataError, Notes
 from megatron_packed.data.sources.line_schema import (
     Conversation,
     LineSample,
     PromptCompletion,
     TokenSequence,
 )
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers.base import OffsetTokenizer, TokenIds, Tokenizer
-from megatron_packed.data.tokenizers.chat_format import ChatDocument, ChatFormat, TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN, Tools
-from megatron_packed.data.tokenizers.seams import with_natural_seams
-from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS, Messages, special_pattern
+from megatron_packed.data.tokenizers.chat_format import (
+    ChatDocument,
+    ChatFormat,
+    TextPiece,
+    joined_text,
+)
 from megatron_packed.packed.array_types import UInt8Array
+
+if TYPE_CHECKING:
+    from megatron_packed.data.tokenizers.chat_template import Tools
+    from megatron_packed.data.tokenizers.turn_markers import Messages
 
 KnownTokens = dict[bool, dict[str, TokenIds]]
 """Cache of the tokens of texts: ``known[special][text]``, where ``special`` is the encoding mode.
@@ -110,17 +116,18 @@ class TextNotes:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: HasTurnMarkers) -> None:
-        named = tokenizer.template_variables
-        self._first = named.get("bos_token", "")
-        usual = {*DOCUMENT_ENDS, *(token for name, token in named.items() if name != "eos_token")}
+        self._named = tokenizer.template_variables
+        self._first = self._named.get("bos_token", "")
         self._special = frozenset(tokenizer.special_tokens)
         self._chat = chat
-        self._usual = usual
         self._others = [token for token in self._special if not _IN_BRACKETS.fullmatch(token)]
 
     @cached_property
     def _markers(self) -> frozenset[str]:
-        return self._chat.turn_markers - self._usual
+        from megatron_packed.data.tokenizers.turn_markers import DOCUMENT_ENDS
+
+        usual = {token for name, token in self._named.items() if name != "eos_token"}
+        return self._chat.turn_markers - usual - {*DOCUMENT_ENDS}
 
     def find(self, text: str) -> Notes:
         """Return the notes of one text."""
@@ -145,7 +152,7 @@ def with_special_tokens(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[T
     A text that spells the prefix itself gets no second one.
     """
     prefix = tokenizer.decode(tokenizer.prefix_ids)
-    if prefix and "".join(piece.text for piece in pieces).startswith(prefix):
+    if prefix and joined_text(pieces).startswith(prefix):
         return pieces
     return [TextPiece("", False, False), *pieces]
 
@@ -237,6 +244,8 @@ class SampleEncoder:
         chats = [draft for _, draft in drafts if isinstance(draft, list)]
         natural = [(documents, 0) for documents in chats]
         if self.tokenizer.splits_cleanly and chats:
+            from megatron_packed.data.tokenizers.seams import with_natural_seams
+
             natural = with_natural_seams(chats, self.chat, self.tokenizer, self._special_texts)
         conversations = iter(natural)
         groups = []
@@ -281,6 +290,8 @@ class SampleEncoder:
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:
+        from megatron_packed.data.tokenizers.turn_markers import special_pattern
+
         special = self.tokenizer.special_tokens
         return special_pattern(special) if special else re.compile("(?!)")
 
@@ -323,11 +334,7 @@ class SampleEncoder:
 
     def _finish(self, document: EncodedDocument, sample: LineSample) -> EncodedDocument | BadLine:
         ids, targets = document.ids, document.targets
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
-            raise DataError(
-                f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
-                f"{self.tokenizer.vocab_size} tokens; use tokenizer files that belong together."
-            )
+        check_tokens(ids, self.tokenizer)
         if not targets.any():
             answers = sample.messages if isinstance(sample, Conversation) else []
             masked = not any(m["role"] == "assistant" and m.get("train", True) for m in answers)
@@ -339,6 +346,19 @@ class SampleEncoder:
             targets[-1] = 1
         targets[0] = 0
         return EncodedDocument(ids, targets) if targets.any() else BadLine("no_trainable_token")
+
+
+def check_tokens(ids: TokenIds, tokenizer: Tokenizer) -> None:
+    """Check that all tokens are in the vocabulary of their tokenizer.
+
+    Raises:
+        DataError: a token is not.
+    """
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise DataError(
+            f"the tokenizer made token numbers from {ids.min()} to {ids.max()}, but its vocabulary has "
+            f"{tokenizer.vocab_size} tokens; use tokenizer files that belong together."
+        )
 
 
 def encode_pieces(
@@ -392,7 +412,7 @@ def encode_with_borders(
         ids, targets = (np.concatenate([document[at] for document in documents]) for at in (0, 1))
         return EncodedDocument(ids.astype(np.int32), targets.astype(np.uint8)), places
     document = _encode_one(cast(OffsetTokenizer, tokenizer), pieces)
-    text = "".join(piece.text for piece in pieces)
+    text = joined_text(pieces)
     _, offsets = cast(OffsetTokenizer, tokenizer).encode_with_offsets(text, special=True)
     return document, [int(np.count_nonzero(offsets[:, 1] <= border)) for border in borders]
 
@@ -433,34 +453,34 @@ def _encode_split(
     tokenizer: Tokenizer, documents: Sequence[Sequence[TextPiece]], cache: KnownTokens | None
 ) -> list[EncodedDocument | BadLine]:
     plain, special = _Batch(tokenizer, False, cache), _Batch(tokenizer, True, cache)
-    breaks: re.Pattern[str] | None = (
-        None  # built when first needed, because it is slow with thousands of special tokens
-    )
-    for pieces in documents:
-        for piece in pieces:
-            if not piece.markup:
-                plain.add(piece.text)
-            elif BROKEN not in piece.text:
-                special.add(piece.text)
-            else:
-                breaks = breaks or special_pattern(tokenizer.special_tokens)
-                for at, part in enumerate(breaks.split(piece.text)):
-                    (special if at % 2 else plain).add(part.replace(BROKEN, ""))
+    breaks: re.Pattern[str] | None = None
+    if any(piece.markup and BROKEN in piece.text for pieces in documents for piece in pieces):
+        from megatron_packed.data.tokenizers.turn_markers import special_pattern
+
+        breaks = special_pattern(tokenizer.special_tokens)  # slow with thousands of them
+
+    def added(piece: TextPiece) -> list[_Batch]:
+        """Add the parts of a piece to the batches, and return the batch of each."""
+        if not piece.markup or BROKEN not in piece.text:
+            batches = [special if piece.markup else plain]
+            batches[0].add(piece.text)
+            return batches
+        assert breaks is not None
+        parts = breaks.split(piece.text)
+        batches = [special if at % 2 else plain for at in range(len(parts))]
+        for batch, part in zip(batches, parts):
+            batch.add(part.replace(BROKEN, ""))
+        return batches
+
+    batches_of = [[added(piece) for piece in pieces] for pieces in documents]
     plain.encode()
     special.encode()
     encoded: list[EncodedDocument | BadLine] = []
-    for pieces in documents:
+    for pieces, batches in zip(documents, batches_of):
         ids: list[TokenIds] = [_prefix(tokenizer, pieces)]
         sizes, train = [len(ids[0])], [False]
-        for piece in pieces:
-            if not piece.markup:
-                parts = [plain.take()]
-            elif BROKEN not in piece.text:
-                parts = [special.take()]
-            else:
-                assert breaks is not None
-                count = len(breaks.split(piece.text))
-                parts = [(special if at % 2 else plain).take() for at in range(count)]
+        for piece, of_piece in zip(pieces, batches):
+            parts = [batch.take() for batch in of_piece]
             ids.extend(parts)
             sizes.append(sum(map(len, parts)))
             train.append(piece.train)
@@ -544,7 +564,7 @@ def _encode_whole(
 
 
 def _encode_one(tokenizer: OffsetTokenizer, pieces: Sequence[TextPiece]) -> EncodedDocument:
-    text = "".join(piece.text for piece in pieces)
+    text = joined_text(pieces)
     if BROKEN in text:
         raise BadLine("special_token_in_content")
     ids, offsets = tokenizer.encode_with_offsets(

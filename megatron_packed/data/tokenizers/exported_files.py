@@ -131,12 +131,10 @@ def _byte_characters() -> dict[int, str]:
 
     Printable bytes stand for themselves; the others follow after character 255, in order.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [ord(character) for character in alphabet if ord(character) < 256]
     others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{byte: chr(byte) for byte in printable},
-        **{byte: chr(256 + number) for number, byte in enumerate(others)},
-    }
+    return dict(zip([*printable, *others], alphabet))
 
 
 def _settings(fields: Mapping[str, Any], chat_template: str | None = None) -> dict[str, Any]:

@@ -99,10 +99,7 @@ class HuggingFaceTokenizer(InProcess):
         backend.decoder = tokenizers.decoders.ByteLevel()
         if backend.token_to_id(END_OF_DOCUMENT) is not None:
             backend.add_special_tokens([END_OF_DOCUMENT])
-        tokenizer, text = cls.__new__(cls), backend.to_str()
-        tokenizer._load(Path(vocab_file), text)
-        tokenizer._set_up(Path(vocab_file), text, Settings({"eos_token": END_OF_DOCUMENT}))
-        return tokenizer
+        return cls.from_text(backend.to_str(), {"eos_token": END_OF_DOCUMENT}, Path(vocab_file))
 
     @classmethod
     def from_text(cls, text: str, named: Mapping[str, str], file: Path) -> HuggingFaceTokenizer:

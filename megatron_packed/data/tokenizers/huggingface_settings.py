@@ -60,6 +60,10 @@ _SPECIFIC, _DECODER = "model_specific_special_tokens", "added_tokens_decoder"
 _TOKEN = (str, AddedToken)
 
 
+Templates = Mapping[str, str] | str | None
+"""One chat template, or each template by its name; None without one."""
+
+
 class ListedToken(NamedTuple):
     """Token to which a file next to tokenizer.json gives a number."""
 
@@ -307,7 +311,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_templates(file: Path) -> dict[str, str] | str | None:
+def read_templates(file: Path) -> Templates:
     """Return the chat templates next to a tokenizer.json.
 
     Args:
@@ -335,7 +339,7 @@ def read_templates(file: Path) -> dict[str, str] | str | None:
     return templates
 
 
-def default_template(templates: Mapping[str, str] | str | None) -> str | None:
+def default_template(templates: Templates) -> str | None:
     """Return the template for conversations without tools.
 
     If templates have names, and none has the name ``default``, the result is a template that raises
@@ -350,6 +354,6 @@ def default_template(templates: Mapping[str, str] | str | None) -> str | None:
     return f"{{{{- raise_exception({json.dumps(error)}) -}}}}"
 
 
-def tool_template(templates: Mapping[str, str] | str | None) -> str | None:
+def tool_template(templates: Templates) -> str | None:
     """Return the template for conversations with tools; None if the default template prints them."""
     return templates.get(TOOL_USE) if isinstance(templates, Mapping) else None

@@ -1,6 +1,6 @@
-"""Formats of Megatron's ``--sft-tokenizer-prompt-format``: chat templates, and the trained text.
+"""Chat templates of this project, and the formats of ``--sft-tokenizer-prompt-format``.
 
-With these formats a conversation has the same tokens and targets as in Megatron, without an added
+With these formats of Megatron a conversation has the same tokens and targets as in Megatron, without an added
 end-of-document token. Megatron's templates ignore tools and tool calls silently. In this project
 they make a line unusable.
 """
@@ -8,6 +8,32 @@ they make a line unusable.
 from __future__ import annotations
 
 from typing import NamedTuple
+
+DEFAULT_TEMPLATE = """\
+{%- if tools -%}
+  {{- raise_exception('the built-in template prints no tool definitions; give --chat-template one that does') -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'assistant' -%}
+    {%- generation -%}
+      {{- message.content -}}
+      {%- for call in message.tool_calls or [] -%}
+        {{- '\\n<tool_call>\\n' + (call.function or call) | tojson + '\\n</tool_call>' -}}
+      {%- endfor -%}
+      {{- '<|im_end|>' -}}
+    {%- endgeneration -%}
+  {%- else -%}
+    {{- message.content + '<|im_end|>' -}}
+  {%- endif -%}
+  {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+"""Template for tokenizers without a template: ChatML, in which the end of an assistant turn is
+trained."""
 
 
 class PromptFormat(NamedTuple):

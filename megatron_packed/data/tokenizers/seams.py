@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.tokenizers.base import Tokenizer
 from megatron_packed.data.tokenizers.chat_format import (
     ChatDocument,
     ChatFormat,
     TextPiece,
     divided,
+    joined_text,
     only_learned,
 )
-from megatron_packed.data.tokenizers.chat_template import BROKEN
 
 
 class _Seam(NamedTuple):
@@ -87,7 +88,7 @@ def _seams(document: ChatDocument, special: re.Pattern[str]) -> Iterator[_Seam]:
     spans = _spans(document.pieces)
     if not document.as_served or len(spans) < 2:
         return
-    text = "".join(piece.text for piece in document.pieces)
+    text = joined_text(document.pieces)
     borders = [0, *(at for match in special.finditer(text) for at in match.span()), len(text)]
     for answer, span in enumerate(spans[:-1]):
         regions: dict[tuple[int, int], list[int]] = {}
@@ -106,7 +107,7 @@ def _seams(document: ChatDocument, special: re.Pattern[str]) -> Iterator[_Seam]:
 def _apart(document: ChatDocument, chat: ChatFormat, alone: Sequence[int]) -> list[ChatDocument]:
     """Return a document without some of its answers, and one document for each of these."""
     talk = document.conversation
-    text = "".join(piece.text for piece in document.pieces)
+    text = joined_text(document.pieces)
     spans = _spans(document.pieces)
     numbers = [
         number

@@ -45,9 +45,9 @@ from megatron_packed.data.sources.line_schema import (
     Conversation,
     PromptCompletion,
 )
+from megatron_packed.data.sources.strict_json import BROKEN
 from megatron_packed.data.sources.token_lines import TokenSequence
-from megatron_packed.data.tokenizers.chat_format import TextPiece
-from megatron_packed.data.tokenizers.chat_template import BROKEN
+from megatron_packed.data.tokenizers.chat_format import TextPiece, joined_text
 from megatron_packed.data.tokenizers.encode import (
     Cut,
     EncodedDocument,
@@ -343,10 +343,10 @@ class _Shortener:
 
         def render(messages: Messages) -> str:
             if prompt_text is not None:
-                return _text(encoder.chat.prompt(messages[:last], talk.tools))
-            return _text(encoder.chat.pieces(talk._replace(messages=messages)))
+                return joined_text(encoder.chat.prompt(messages[:last], talk.tools))
+            return joined_text(encoder.chat.pieces(talk._replace(messages=messages)))
 
-        text = _text(pieces) if prompt_text is None else prompt_text
+        text = joined_text(pieces) if prompt_text is None else prompt_text
         places = _places_of(_passages(talk, last), talk.messages, text, render)
         places = [place for place in places if place[1] <= answer]
         borders = [border for start, stop, _ in places for border in (start, stop)]
@@ -361,7 +361,7 @@ class _Shortener:
         tokenizer, document = self._encoder.tokenizer, self._document
         answer = int(document.targets.argmax())
         start = min(len(tokenizer.prefix_ids), answer)
-        prompt = _text([piece for piece in self._part.pieces if not piece.train])
+        prompt = joined_text([piece for piece in self._part.pieces if not piece.train])
         question = prompt[_question_start(prompt) :]
         # After other text the question may have a few more tokens than alone.
         most = len(tokenizer.encode(question)) + _NEAR_MISS
@@ -393,13 +393,13 @@ class _Shortener:
         """
         history = talk.messages[:last]
         with suppress(BadLine):
-            prompt_text = _text(self._encoder.chat.prompt(history, talk.tools))
-            if _text(pieces).startswith(prompt_text) and (prompt_text or not history):
+            prompt_text = joined_text(self._encoder.chat.prompt(history, talk.tools))
+            if joined_text(pieces).startswith(prompt_text) and (prompt_text or not history):
                 return _trained_from(pieces, len(prompt_text)), prompt_text
-        at = len(_text(pieces))
+        at = len(joined_text(pieces))
         if not all(piece.train for piece in pieces):  # the last trained piece is the answer
             trained = max(number for number, piece in enumerate(pieces) if piece.train)
-            at = len(_text(pieces[:trained]))
+            at = len(joined_text(pieces[:trained]))
         return at, None
 
     # -- the cut
@@ -612,7 +612,3 @@ def _trained_from(pieces: Sequence[TextPiece], start: int) -> int:
         if piece.train and end > start:
             return max(end - len(piece.text), start)
     return start
-
-
-def _text(pieces: Sequence[TextPiece]) -> str:
-    return "".join(piece.text for piece in pieces)

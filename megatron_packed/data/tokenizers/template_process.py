@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.data.notes import Notes
+from megatron_packed.data.errors import Notes
 from megatron_packed.data.tokenizers.chat_template import Rendered, TemplateError, Tools
 from megatron_packed.data.tokenizers.conversation_documents import (
     ConversationRenderer,
@@ -116,12 +116,6 @@ class TemplateProcess:
 
     def close(self) -> None:
         self._guarded.close()
-
-    def __enter__(self) -> TemplateProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # -------------------------------------------------------------------------------------------------------

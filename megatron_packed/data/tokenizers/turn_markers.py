@@ -1,4 +1,4 @@
-"""Special tokens with which a chat template begins and ends turns and documents.
+"""Special tokens with which a chat template begins and ends turns and documents, and ends of answers.
 
 Rendering small conversations shows which special tokens these are, so no table of templates is
 needed. The module needs no library, because the child process that renders templates imports it.
@@ -7,7 +7,7 @@ needed. The module needs no library, because the child process that renders temp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from megatron_packed.data.errors import BadLine
 
 Messages = list[dict[str, Any]]
+Spans = Sequence[tuple[int, int]]
+"""Character ranges of a text, in ascending order."""
 Render = Callable[..., str]
 """Renderer of messages and, optionally, tools to text."""
 
@@ -79,6 +81,67 @@ class TurnEnd(NamedTuple):
     """Spelling of the last special token in ``text``."""
 
 
+class TurnCutter:
+    """Cutter of rendered conversations: each trained answer ends with the end of its turn.
+
+    Args:
+        end: end of a turn; None if the template prints none.
+        special_tokens: special tokens of the tokenizer.
+    """
+
+    def __init__(self, end: TurnEnd | None, special_tokens: Iterable[str]) -> None:
+        self._end = end
+        self._special = frozenset(special_tokens) - {""}
+        # A vocabulary may have thousands of special tokens, but they have few different lengths.
+        self._lengths = sorted(set(map(len, self._special)), reverse=True)
+        self._follows = None if end is None else re.compile(r"\s*" + re.escape(end.text))
+
+    def cut(self, text: str, spans: Spans) -> tuple[str, Spans]:
+        """Move the end of every range to the end of its turn, and remove the text after the last
+        range.
+
+        No loss depends on the removed text. A conversation without a range is returned unchanged.
+        """
+        moved = [(start, self._end_of_span(text, start, stop)) for start, stop in spans]
+        return text[: moved[-1][1]] if moved else text, moved
+
+    def extends(self, text: str, spans: Spans) -> bool:
+        """Return True if a range lacks the end of its turn, so that `cut` adds the end."""
+        return any(
+            new_end > old_end for (_, old_end), (_, new_end) in zip(spans, self.cut(text, spans)[1])
+        )
+
+    def _end_of_span(self, text: str, start: int, stop: int) -> int:
+        """Return the character after the end of the turn whose trained range is ``start:stop``."""
+        ends = self._special_before(text, start, stop)
+        if self._end is not None:
+            # The first end of the turn counts: a template may print the end of the document too.
+            places = [place for place, token in ends if token == self._end.token]
+            if places:
+                return places[-1]
+        follows = None if self._follows is None else self._follows.match(text, stop)
+        if follows is not None:
+            return follows.end()
+        return ends[0][0] if ends else stop  # a call of a tool may have another end
+
+    def _special_before(self, text: str, start: int, stop: int) -> list[tuple[int, str]]:
+        """Return the special tokens at the end of ``text[start:stop]``, from the last one backwards.
+
+        White space may separate the tokens. Each entry is the character after the token, and the
+        token.
+        """
+        ends: list[tuple[int, str]] = []
+        while True:
+            while stop > start and text[stop - 1].isspace():
+                stop -= 1
+            last = (text[max(start, stop - length) : stop] for length in self._lengths)
+            token = next((part for part in last if part in self._special), None)
+            if token is None:
+                return ends
+            ends.append((stop, token))
+            stop -= len(token)
+
+
 def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern whose ``split`` divides a text at the given tokens.
 
@@ -86,6 +149,11 @@ def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     tokens match, the longest one is taken.
     """
     return re.compile("(" + "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) + ")")
+
+
+def common_length(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the number of elements at the beginning that two sequences share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
 
 
 def find_turn_end(
@@ -118,8 +186,7 @@ def find_turn_end(
 
 def _end_of(inner: list[str], last: list[str]) -> TurnEnd | None:
     """Return the end of a turn, from the texts after two answers, divided at special tokens."""
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(inner, last)))
-    parts = common // 2 * 2  # special tokens have odd places
+    parts = common_length(inner, last) // 2 * 2  # special tokens have odd places
     if not parts and len(last) > 1 and not last[0].strip():
         parts = 2
     return TurnEnd("".join(last[:parts]).lstrip(), last[parts - 1]) if parts else None
@@ -242,5 +309,5 @@ def _outside_prose(text: str, pattern: re.Pattern[str]) -> list[str]:
 def _added_tokens(base: str, after: str, pattern: re.Pattern[str]) -> list[str]:
     """Return the special tokens of ``after`` from the first part that differs from ``base``."""
     parts = pattern.split(after)
-    same = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(pattern.split(base), parts)))
+    same = common_length(pattern.split(base), parts)
     return [token for at, token in enumerate(parts) if at % 2 and at >= same]

@@ -6,10 +6,6 @@ width, N heads, P channels of a head.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Generic, TypeVar
-
 import torch
 from torch import Tensor
 
@@ -19,43 +15,27 @@ from megatron_packed.ops.causal_conv1d.step import convolve_next, last_inputs
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.packed.params import PackedSeqParams
 
-Mixer = TypeVar("Mixer", bound=RecurrentMixer)
 
-
-class RecurrentState(MixerState, Generic[Mixer]):
+class RecurrentState(MixerState):
     """Last W - 1 inputs ``(B, W - 1, C)`` of the convolution, and states of the heads ``(B, N, ...)``.
 
     The states are float32, or float64 in a float64 model. Their size does not depend on the length
     of the documents.
     """
 
-    def __init__(self, mixer: Mixer) -> None:
+    def __init__(self, mixer: RecurrentMixer) -> None:
         self.mixer = mixer
         self.last_BWC = torch.empty(0)
         self.state_BN = torch.empty(0)
-
-    @abstractmethod
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
-        """Return the state of each document after its last token.
-
-        Args:
-            heads, per_head: arguments of `RecurrentMixer.scan_heads`.
-            lengths: number of tokens of each document.
-        """
-
-    @abstractmethod
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        """Update ``state_BN`` with one token per document, and return the output ``(B, N, P)``."""
 
     def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
         mixer, lengths = self.mixer, packed.document_lengths.tolist()
         z_TI, conv_TC, *per_head = mixer.split(mixer.in_proj(x_TD))
         self.last_BWC = last_inputs(conv_TC, lengths, mixer.conv1d.weight.shape[1])
         heads = split_columns(mixer.conv1d(conv_TC, packed.seq_idx), *mixer.conv_shapes)
-        self.state_BN = self.final_states(heads, per_head, lengths)
-        y_TNP = mixer.scan_heads(heads, per_head, mixer.values_of_heads(), packed)
+        inputs = heads, per_head, mixer.values_of_heads()
+        self.state_BN = mixer.final_states(inputs, lengths)
+        y_TNP = mixer.scan_heads(inputs, packed)
         y_TD: Tensor = mixer.out_proj(mixer.norm(y_TNP.flatten(1), z_TI))
         return y_TD
 
@@ -65,7 +45,9 @@ class RecurrentState(MixerState, Generic[Mixer]):
         convolved_BC, self.last_BWC = convolve_next(
             self.last_BWC, conv_BC, mixer.conv1d.weight, mixer.conv1d.bias
         )
-        y_BNP = self.next_output(split_columns(convolved_BC, *mixer.conv_shapes), per_head)
+        heads = split_columns(convolved_BC, *mixer.conv_shapes)
+        inputs = heads, per_head, mixer.values_of_heads()
+        y_BNP, self.state_BN = mixer.next_output(self.state_BN, inputs)
         y_BD: Tensor = mixer.out_proj(mixer.norm(y_BNP.flatten(1), z_BI))
         return y_BD
 

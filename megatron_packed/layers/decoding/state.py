@@ -2,7 +2,8 @@
 
 Letters: T tokens of a pack, B documents, D hidden size, L cached positions.
 
-A new kind of mixer derives a class from `MixerState`, or takes `NoState`, and names it in its record.
+A new kind of mixer derives a class from `MixerState`, or takes `NoState` or `RecurrentState`, and
+names it in its record.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_packed.layers.moe.layer import MoEOutput
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -84,8 +86,8 @@ class NoState(MixerState):
         self.mixer = mixer
 
     def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        y_TD: Tensor = self.mixer(x_TD, packed)
-        return y_TD
+        y_TD: Tensor | MoEOutput = self.mixer(x_TD, packed)
+        return y_TD.hidden_TD if isinstance(y_TD, MoEOutput) else y_TD
 
     def step(self, x_BD: Tensor, tokens: NextTokens) -> Tensor:
         tail = tokens.packed.total_tokens - len(x_BD)

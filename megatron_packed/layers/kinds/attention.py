@@ -13,9 +13,7 @@ from megatron_packed.layers.attention import Attention, WindowTables
 from megatron_packed.layers.attention_heads import attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.attention_cache import AttentionCache
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import norm_scale, normal, residual_normal, zeros
 from megatron_packed.layers.kinds.mixer_kind import (
     IsolationCase,
     MegatronNames,
@@ -23,6 +21,8 @@ from megatron_packed.layers.kinds.mixer_kind import (
     RankCounts,
     TableBuilder,
 )
+from megatron_packed.layers.parameters import norm_scale, normal, residual_normal, zeros
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.ops.varlen_attention.api import prepare_tables
 from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
 from megatron_packed.packed.params import PackedSeqParams
@@ -88,7 +88,7 @@ MIXER = MixerKind(
         config, build, number=place.number, rotary=place.rotary
     ),
     layer=ProjectedLayer,
-    state=AttentionCache,
+    state=lazy_function("megatron_packed.layers.decoding.attention_cache", "AttentionCache"),
     fills={
         "qkv.weight": normal,
         "qkv.bias": zeros,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.kinds.experts import KIND, LIMITING_GROUPS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.decoding.state import NoState
 from megatron_packed.layers.hybrid_layer import HybridMoELayer
-from megatron_packed.layers.initial_values import normal, residual_normal
 from megatron_packed.layers.kinds.mixer_kind import (
     HIDDEN,
+    NO_STATE,
     IsolationCase,
     MegatronNames,
     MixerKind,
@@ -21,7 +19,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
 )
 from megatron_packed.layers.kinds.mlp import MLP_FILLS
 from megatron_packed.layers.moe.layer import MoE
-from megatron_packed.packed.params import PackedSeqParams
+from megatron_packed.layers.parameters import normal, residual_normal
 
 ULPS_OF_GROUPED_PRODUCTS = 4
 """Allowed difference of grouped products. Such a product may split its sums by the number of rows
@@ -39,14 +37,6 @@ _LEFT_OUT = (
     *LIMITING_GROUPS,
 )
 """Options that small models lack. Groups may not divide their experts, and limit tokens one by one."""
-
-
-class ExpertsState(NoState):
-    """Empty state of experts, which process each token independently."""
-
-    def prefill(self, x_TD: Tensor, packed: PackedSeqParams) -> Tensor:
-        hidden_TD: Tensor = self.mixer(x_TD, packed).hidden_TD
-        return hidden_TD
 
 
 def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
@@ -92,7 +82,7 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: MoE(config, build, depth=place.depth),
     layer=HybridMoELayer,
-    state=ExpertsState,
+    state=NO_STATE,
     fills={
         **MLP_FILLS,
         "router.weight": normal,

@@ -7,7 +7,6 @@ Kautz and Hatamizadeh, arXiv:2412.06464; the operations have the same order as i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,17 +16,16 @@ from megatron_packed.config.kinds.gated_delta_net import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.recurrent_state import RecurrentState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import ones
 from megatron_packed.layers.kinds.mixer_kind import (
+    RECURRENT_STATE,
     IsolationCase,
     MegatronNames,
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import no_weight_decay
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.parameters import no_weight_decay, ones
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
@@ -118,17 +116,9 @@ class GatedDeltaNet(RecurrentMixer):
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
         """Run the gated delta rule; see `ops.gated_delta_rule.api.gated_delta_rule`."""
-        q_TGK, k_TGK, v_TNV = heads
-        b_TN, a_TN = per_head
-        A_log_N, dt_bias_N = parameters
+        (q_TGK, k_TGK, v_TNV), (b_TN, a_TN), (A_log_N, dt_bias_N) = inputs
         chunks = packed.tables.find(DocumentChunks)
         return gated_delta_rule(
             q_TGK,
@@ -146,43 +136,33 @@ class GatedDeltaNet(RecurrentMixer):
             backend=self.backends.gated_delta_rule,
         )
 
-
-class GatedDeltaState(RecurrentState[GatedDeltaNet]):
-    """`RecurrentState` with states ``(B, N, K, V)`` of the gated delta rule."""
-
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
-        mixer = self.mixer
-        _, k_TGK, v_TNV = heads
-        b_TN, a_TN = per_head
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
+        """Return the states ``(B, N, K, V)`` of the gated delta rule."""
+        (_, k_TGK, v_TNV), (b_TN, a_TN), (A_log_N, dt_bias_N) = inputs
         return final_states(
             k_TGK,
             v_TNV,
             a_TN,
             b_TN,
-            mixer.A_log,
-            mixer.dt_bias,
+            A_log_N,
+            dt_bias_N,
             lengths,
-            allow_neg_eigval=mixer.allow_neg_eigval,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
 
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        mixer = self.mixer
-        q_BGK, k_BGK, v_BNV = heads
-        b_BN, a_BN = per_head
-        o_BNV, self.state_BN = update_next(
-            self.state_BN,
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        (q_BGK, k_BGK, v_BNV), (b_BN, a_BN), (A_log_N, dt_bias_N) = inputs
+        return update_next(
+            state_BN,
             q_BGK,
             k_BGK,
             v_BNV,
             a_BN,
             b_BN,
-            mixer.A_log,
-            mixer.dt_bias,
-            allow_neg_eigval=mixer.allow_neg_eigval,
+            A_log_N,
+            dt_bias_N,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
-        return o_BNV
 
 
 class DocumentChunks(NamedTuple):
@@ -234,7 +214,7 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: GatedDeltaNet(config, build),
     layer=ProjectedLayer,
-    state=GatedDeltaState,
+    state=RECURRENT_STATE,
     # As in Megatron, A is uniform in [1, 16] and dt_bias is 1.
     fills={**RECURRENT_FILLS, "mixer.dt_bias": ones},
     isolation=IsolationCase(changes=_small_sizes, prepare=_slow_decay),

@@ -7,8 +7,8 @@ arXiv:2405.21060; the operations have the same order as in Nemotron-H.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +18,23 @@ from megatron_packed.config.kinds.mamba import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment, set_shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.recurrent_state import RecurrentState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import ones
 from megatron_packed.layers.kinds.mixer_kind import (
+    RECURRENT_STATE,
     IsolationCase,
     MegatronNames,
     MixerKind,
     RankCounts,
 )
-from megatron_packed.layers.parameters import no_weight_decay
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
-from megatron_packed.layers.state_passing import StatePassing
+from megatron_packed.layers.parameters import no_weight_decay, ones
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.ops.ssd.api import ssd
-from megatron_packed.ops.ssd.passed_states import ssd_of_part
 from megatron_packed.ops.ssd.step import final_states, scan_next
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.state_passing import StatePassing
 
 DT_RANGE = (1e-3, 1e-1)
 DT_FLOOR = 1e-4
@@ -139,16 +139,10 @@ class MambaMixer(RecurrentMixer):
         )
         self.chunk_size = config.mamba_chunk_size
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
         """Run the state-space scan; see `ops.ssd.api.ssd`."""
         return ssd(
-            *_scanned(heads, per_head, parameters),
+            *_scanned(inputs),
             packed.seq_idx,
             packed.cu_seqlens,
             chunk_size=self.chunk_size,
@@ -156,16 +150,13 @@ class MambaMixer(RecurrentMixer):
         )
 
     def scan_part(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-        passing: StatePassing,
+        self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
         """Run the scan of this rank's part of the pack, with the state that enters it."""
+        from megatron_packed.ops.ssd.passed_states import ssd_of_part
+
         return ssd_of_part(
-            *_scanned(heads, per_head, parameters),
+            *_scanned(inputs),
             passing.seq_idx(packed),
             passing.cu_seqlens(packed),
             part=passing.part(packed),
@@ -174,35 +165,19 @@ class MambaMixer(RecurrentMixer):
             backend=self.backends.ssd,
         )
 
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
+        """Return the states ``(B, N, P, S)`` of the scan."""
+        x_TNP, dt_TN, A_log_N, B_TGS, _, _, dt_bias_N = _scanned(inputs)
+        return final_states(x_TNP, dt_TN, A_log_N, B_TGS, dt_bias_N, lengths)
 
-def _scanned(
-    heads: Sequence[Tensor], per_head: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        return scan_next(state_BN, *_scanned(inputs))
+
+
+def _scanned(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of the scan in the order of `ops.ssd.api.ssd`."""
-    x_TNP, B_TGS, C_TGS = heads
-    (dt_TN,) = per_head
-    A_log_N, D_N, dt_bias_N = parameters
+    (x_TNP, B_TGS, C_TGS), (dt_TN,), (A_log_N, D_N, dt_bias_N) = inputs
     return x_TNP, dt_TN, A_log_N, B_TGS, C_TGS, D_N, dt_bias_N
-
-
-class MambaState(RecurrentState[MambaMixer]):
-    """`RecurrentState` with states ``(B, N, P, S)`` of the scan."""
-
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
-        x_TNP, B_TGS, _ = heads
-        (dt_TN,) = per_head
-        return final_states(x_TNP, dt_TN, self.mixer.A_log, B_TGS, self.mixer.dt_bias, lengths)
-
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        mixer = self.mixer
-        x_BNP, B_BGS, C_BGS = heads
-        (dt_BN,) = per_head
-        y_BNP, self.state_BN = scan_next(
-            self.state_BN, x_BNP, dt_BN, mixer.A_log, B_BGS, C_BGS, mixer.D, mixer.dt_bias
-        )
-        return y_BNP
 
 
 def _dt_bias(value: Tensor, generator: Generator, config: ModelConfig) -> None:
@@ -242,7 +217,7 @@ MIXER = MixerKind(
     build=lambda config, build, place: MambaMixer(config, build),
     layer=ProjectedLayer,
     passes_states=True,
-    state=MambaState,
+    state=RECURRENT_STATE,
     fills={
         **RECURRENT_FILLS,
         "conv1d.bias": _convolution_bias,

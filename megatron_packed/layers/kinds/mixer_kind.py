@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,11 +14,14 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.state import MixerState
 from megatron_packed.layers.hybrid_layer import HybridLayer
-from megatron_packed.layers.initial_values import Fill
+from megatron_packed.layers.parameters import Fill
+from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import KindTables
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.decoding.state import MixerState
 
 HIDDEN = 64
 """Hidden size of the small models of the isolation self-test."""
@@ -93,6 +96,10 @@ class MegatronNames:
     """Options of the kind that Megatron does not have; only their defaults can be exported."""
 
 
+NO_STATE = lazy_function("megatron_packed.layers.decoding.state", "NoState")
+"""State of a mixer that processes each token independently."""
+RECURRENT_STATE = lazy_function("megatron_packed.layers.decoding.recurrent_state", "RecurrentState")
+"""State of a `RecurrentMixer`."""
 TableBuilder = Callable[[PackedSeqParams], KindTables | None]
 """Function that builds the tables of a pack. A model holds it, so it must be possible to pickle it."""
 
@@ -115,7 +122,8 @@ class MixerKind:
     passes_states: bool = False
     """True if the mixer can pass states between context-parallel ranks."""
     state: Callable[[Any], MixerState]
-    """Function that creates the mixer's state for generation."""
+    """Function that creates the mixer's state for generation, with `lazy_function`: only generation
+    imports states."""
     fills: Mapping[str, Fill]
     """End of a parameter's name (its last two or three parts) -> initial values."""
     isolation: IsolationCase = IsolationCase()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from megatron_packed.config.kinds.mlp import KIND
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.state import NoState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.initial_values import Fill, normal, residual_normal, zeros
-from megatron_packed.layers.kinds.mixer_kind import MegatronNames, MixerKind, Place
+from megatron_packed.layers.kinds.mixer_kind import NO_STATE, MegatronNames, MixerKind, Place
 from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.parameters import Fill, normal, residual_normal, zeros
 
 MLP_FILLS: dict[str, Fill] = {
     "fc1.weight": normal,
@@ -33,7 +32,7 @@ MIXER = MixerKind(
     kind=KIND,
     build=_build,
     layer=ProjectedLayer,
-    state=NoState,
+    state=NO_STATE,
     fills=MLP_FILLS,
     megatron=MegatronNames(
         modules={

@@ -2,7 +2,7 @@
 
 Letters: T tokens of this rank, D hidden size, E experts, K experts per token, R rows sorted by
 expert, S rows sent between ranks. There are e expert-parallel ranks. Together they have G = e T
-tokens.
+tokens. The dispatchers of several ranks are in `dispatchers_between_ranks`.
 
 ``dispatch`` sends each token to the ranks of its experts. ``combine`` returns for each token the
 weighted sum of its experts' results. Routes to ``NOWHERE`` (of the tail, or of tokens beyond a
@@ -30,22 +30,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
-from megatron_packed.distributed.collectives import all_gather_rows
-from megatron_packed.distributed.differentiable import gather_rows, scatter_rows
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.moe.capacity import expert_capacity
 from megatron_packed.layers.moe.expert_room import ExpertRoom, bounded_rows
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.permute.api import Permuted, permute, unpermute
-from megatron_packed.ops.permute.used_rows import UsedRows
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.permute.used_rows import UsedRows
 
 
 class Exchange(NamedTuple):
@@ -55,8 +53,6 @@ class Exchange(NamedTuple):
     """Rows that this rank sent to each rank."""
     received: list[int]
     """Rows that this rank received from each rank."""
-    arrived: Permuted
-    """Received rows, sorted by this rank's experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +76,7 @@ class Dispatched:
     exchange: Exchange | None = None
     """Numbers of exchanged rows, if they depend on the routing; else None."""
     arrived: Permuted | None = None
-    """Received rows, sorted by this rank's experts, if they arrived in parts of a bounded size."""
+    """Received rows, sorted by this rank's experts; None if no rows are sent to them alone."""
     used: UsedRows | None = None
     """Used rows of these parts; None if all rows are exchanged."""
 
@@ -222,15 +218,15 @@ class LocalDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
         rows = self.buffer_rows(x_TD.shape[0])
-        never, no_rows = _never(x_TD), _no_rows(x_TD)
+        overflow, rows_2 = no_overflow(x_TD), no_rows(x_TD)
         permuted = permute(
             x_TD, topk_expert_ids_TK, self.num_experts, rows=rows, backend=self.backend
         )
         return Dispatched(
             x_RD=permuted.x_RD,
             offsets_E=permuted.offsets_E,
-            overflow=never,
-            rows_2=no_rows,
+            overflow=overflow,
+            rows_2=rows_2,
             permuted=permuted,
             weights_TK=topk_weights_TK,
         )
@@ -239,183 +235,11 @@ class LocalDispatcher(Dispatcher):
         return self.add_up(y_RD, dispatched)
 
 
-class AllGatherDispatcher(Dispatcher):
-    """Dispatcher that gathers all tokens on every rank of the expert-parallel group.
-
-    Each rank sums its own experts' results for all tokens. A reduce-scatter then sums over the
-    ranks.
-    """
-
-    def dispatch(
-        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
-        group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        # Gather weights and expert ids together as float32, which represents every expert id
-        # exactly.
-        routes_T2K = torch.cat(
-            [topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1
-        )
-        x_GD, routes_G2K = gather_rows(x_TD, group), gather_rows(routes_T2K, group)
-        weights_GK, numbers_GK = routes_G2K.chunk(2, dim=1)
-        ids_GK = numbers_GK.detach().to(torch.int32)
-        # Ids of experts on other ranks become negative or too large, so `permute` ignores them.
-        local_GK = ids_GK - self.ep.rank * self.num_local
-        rows_e = self._rows_of_ranks(ids_GK) if self.room.bounds is not None else None
-        if rows_e is not None and self.room.exact:
-            needed = (
-                self.even_rows(x_TD.shape[0]) if rows_e.is_meta else rows_e[self.ep.rank].item()
-            )
-            rows = self.exact_rows(int(needed), x_TD.shape[0])
-        permuted = permute(x_GD, local_GK, self.num_local, rows=rows, backend=self.backend)
-        rows_2 = (
-            _no_rows(x_TD) if rows_e is None else F.pad(rows_e.amax(dim=0, keepdim=True), (0, 1))
-        )
-        return Dispatched(
-            x_RD=permuted.x_RD,
-            offsets_E=permuted.offsets_E,
-            overflow=(rows_2[0] > rows).float() if self.room.fixed else _never(x_TD),
-            rows_2=rows_2,
-            permuted=permuted,
-            weights_TK=weights_GK,
-        )
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return scatter_rows(self.add_up(y_RD, dispatched), self.ep.group)
-
-    def buffer_rows(self, tokens: int) -> int:
-        return self.bounded_rows(tokens)
-
-    def _rows_of_ranks(self, ids_GK: Tensor) -> Tensor:
-        """Return ``(e,)`` float32 numbers of rows that the experts of each rank need.
-
-        Every rank has all routes, so it returns the same numbers.
-        """
-        # `rank_S` is -1 for a route without an expert (NOWHERE), which no rank counts.
-        rank_S = torch.div(ids_GK.flatten(), self.num_local, rounding_mode="floor")
-        counted_Se = rank_S[:, None] == torch.arange(self.ep.size, device=rank_S.device)
-        return counted_Se.sum(dim=0).float()
-
-
-class AllToAllDispatcher(Dispatcher):
-    """Dispatcher that sends each token to the ranks of its experts, once per expert, and back.
-
-    The host reads the numbers of rows from the device once per layer and forward pass. This host
-    sync cannot be captured in a CUDA graph, but `BoundedAllToAllDispatcher` can.
-    """
-
-    static = False
-
-    def dispatch(
-        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
-        permuted = permute(x_TD, topk_expert_ids_TK, self.num_experts, backend=self.backend)
-        ranks, local = self.ep.size, self.num_local
-        counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], self.ep.group)
-        counts_eeL = counts_eE.view(ranks, ranks, local)  # from rank, to rank, L local experts
-        mine_eL = counts_eeL[:, self.ep.rank]
-        if counts_eeL.is_meta:
-            sent = [self.even_rows(x_TD.shape[0]) // ranks] * ranks
-            received = [self._rows_on_meta(x_TD.shape[0]) // ranks] * ranks
-        else:
-            loads = counts_eeL.sum(dim=2).tolist()  # the host sync
-            sent = loads[self.ep.rank]
-            received = [row[self.ep.rank] for row in loads]
-        x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, self.ep.group)
-        # Rows arrive sorted by sending rank, and for each rank by expert.
-        expert_eL = torch.arange(local, device=x_TD.device).expand_as(mine_eL)
-        ids_S = torch.repeat_interleave(
-            expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
-        )
-        arrived = permute(
-            x_SD,
-            ids_S[:, None],
-            local,
-            rows=self.exact_rows(sum(received), x_TD.shape[0]),
-            backend=self.backend,
-        )
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=arrived.offsets_E,
-            overflow=_never(x_TD),
-            rows_2=rows_needed(counts_eeL),
-            permuted=permuted,
-            weights_TK=topk_weights_TK,
-            exchange=Exchange(sent, received, arrived),
-        )
-
-    def _rows_on_meta(self, tokens: int) -> int:
-        """Return the rows that this rank receives on the meta device, whose routing has no values."""
-        worst = self.worst_rows(tokens)
-        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        assert dispatched.exchange is not None, (
-            "combine() needs a result of this dispatcher's dispatch()"
-        )
-        sent, received, arrived = dispatched.exchange
-        y_SD = unpermute(y_RD, arrived, backend=self.backend)
-        back_SD = exchange_rows(y_SD, received, sent, self.ep.group)
-        rows = dispatched.permuted.token_R.shape[0]
-        return self.add_up(F.pad(back_SD, (0, 0, 0, rows - sum(sent))), dispatched)
-
-
-class PaddedAllToAllDispatcher(Dispatcher):
-    """`AllToAllDispatcher` that pads the rows of every expert to its capacity.
-
-    ``--moe-pad-expert-input-to-capacity`` selects this dispatcher. All sizes are constant, so there
-    is no host sync.
-    """
-
-    def dispatch(
-        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
-        ranks, local, capacity = self.ep.size, self.num_local, self.capacity(x_TD.shape[0])
-        permuted = permute(
-            x_TD,
-            topk_expert_ids_TK,
-            self.num_experts,
-            rows_per_expert=capacity,
-            backend=self.backend,
-        )
-        # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s
-        # -> (L, e C, D)
-        received = exchange_equal_parts(
-            permuted.x_RD.view(ranks, local, capacity, -1), self.ep.exchange
-        )
-        ends_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device)
-        return Dispatched(
-            x_RD=received.transpose(0, 1).reshape(local * ranks * capacity, -1),
-            offsets_E=ends_L * (ranks * capacity),
-            overflow=_never(x_TD),
-            rows_2=_no_rows(x_TD),
-            permuted=permuted,
-            weights_TK=topk_weights_TK,
-        )
-
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        by_expert = y_RD.view(self.num_local, self.ep.size, -1, y_RD.shape[1])  # (L, e, C, D)
-        back = exchange_equal_parts(by_expert.transpose(0, 1), self.ep.exchange)
-        return self.add_up(back.reshape(dispatched.permuted.x_RD.shape), dispatched)
-
-    def worst_rows(self, tokens: int) -> int:
-        return self.num_local * self.ep.size * self.capacity(tokens)
-
-
-def rows_needed(counts_eeL: Tensor) -> Tensor:
-    """Return ``(2,)`` float32: the most rows of a rank's experts, and the most rows of a peer.
-
-    Args:
-        counts_eeL: rows from each rank to each rank, by expert of the receiving rank.
-    """
-    counts_ee = counts_eeL.sum(dim=2)
-    return torch.stack([counts_ee.sum(dim=0).amax(), counts_ee.amax()]).float()
-
-
-def _never(x: Tensor) -> Tensor:
+def no_overflow(x: Tensor) -> Tensor:
     """Return a 0-d zero on the device of ``x``, for a buffer that cannot overflow."""
     return torch.zeros((), dtype=torch.float32, device=x.device)
 
 
-def _no_rows(x: Tensor) -> Tensor:
+def no_rows(x: Tensor) -> Tensor:
     """Return ``(2,)`` zeros on the device of ``x``, for rows that no bound limits."""
     return torch.zeros(2, dtype=torch.float32, device=x.device)

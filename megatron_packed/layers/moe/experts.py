@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import observation
+from megatron_packed.layers.joined import NamedCall, observation
 from megatron_packed.layers.mlp import inner_segments
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.named_call import NamedCall
 from megatron_packed.ops.activation.api import Kind
 from megatron_packed.ops.backend_dispatch import planned_type
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp

@@ -22,12 +22,13 @@ Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import ROWS_EXCHANGED, joined_residual
 from megatron_packed.layers.linear import Linear
@@ -39,14 +40,16 @@ from megatron_packed.layers.moe.aux_loss import (
     experts_by_score,
 )
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
+from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
 from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.global_balance import Balance
-from megatron_packed.layers.moe.make_dispatcher import make_dispatcher
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing
-from megatron_packed.layers.side_stream import SideStream
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.side_stream import SideStream
 
 
 class MoEReport(NamedTuple):
@@ -160,6 +163,8 @@ class MoE(nn.Module):
         self.backend = backends.residual_projection
         self.side: SideStream | None = None
         if self.overlaps_shared_expert and torch.device(device).type in ("cuda", "meta"):
+            from megatron_packed.layers.side_stream import SideStream
+
             self.side = SideStream(torch.device(device))
 
     @property
@@ -258,7 +263,7 @@ class MoE(nn.Module):
         """
         if self.shared_expert is None:
             return self.ep.leave(y_TD)
-        joined = joined_residual(self.shared_expert, y_TD, self.backend, self.reason_apart)
+        joined = joined_residual(self, self.shared_expert, y_TD)
         if joined is not None:
             return self.ep.leave(self.shared_expert(own_TD, None, joined))
         if self.ep.splits_tokens:
@@ -327,3 +332,19 @@ class MoE(nn.Module):
             ids_TK, weights_TK, self.router.num_experts, capacity, policy
         )
         return kept_TK, (kept_TK != ids_TK).sum(dtype=torch.float32)
+
+
+def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends) -> Dispatcher:
+    """Return the dispatcher that ``config`` selects, or `LocalDispatcher` without a group."""
+    if ep.group is None:
+        return LocalDispatcher(config, ep, backends)
+    from megatron_packed.layers.moe import dispatchers_between_ranks as between
+
+    kind: type[Dispatcher] = between.AllToAllDispatcher
+    if config.moe_token_dispatcher_type == "allgather":  # noqa: S105
+        kind = between.AllGatherDispatcher
+    elif config.moe_pad_expert_input_to_capacity:
+        kind = between.PaddedAllToAllDispatcher
+    elif config.moe_expert_rank_capacity_factor is not None:
+        kind = between.BoundedAllToAllDispatcher
+    return kind(config, ep, backends)

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_packed.distributed.all_to_all import EqualExchange
 from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.differentiable import (
     Group,
@@ -35,6 +35,9 @@ from megatron_packed.distributed.differentiable import (
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import ExpertRange, Shard, SplitSegment
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
+
+if TYPE_CHECKING:
+    from megatron_packed.distributed.all_to_all import EqualExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,10 @@ class ExpertParallel:
     """Exchange of rows in equal parts among the ranks of the group; None for one rank."""
 
     def __post_init__(self) -> None:
-        if self.exchange is None:
-            object.__setattr__(self, "exchange", EqualExchange.over(self.group))
+        if self.exchange is None and self.group is not None:
+            from megatron_packed.distributed.all_to_all import EqualExchange
+
+            object.__setattr__(self, "exchange", EqualExchange(self.group))
 
     @classmethod
     def from_groups(

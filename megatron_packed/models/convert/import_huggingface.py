@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.directory_lock import RUN_LOCK, RootLock
+from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.checkpoint.original_facts import (
     GENERATION_CONFIG,
-    ORIGINAL,
     TOKENIZER_HASH,
     read_facts,
 )
+from megatron_packed.checkpoint.run_metadata import ORIGINAL
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.config import flag_names as flags

@@ -267,6 +267,7 @@ def _model_fields(family: Family, model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
+        "num_hidden_layers": len(model.main_layers) // family.symbols_per_layer,
     }
     for theirs, ours in entries_for(family.options, pattern).items():
         fields[theirs] = _written(ours, getattr(model, ours))

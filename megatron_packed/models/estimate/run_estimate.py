@@ -93,7 +93,7 @@ def estimates_of(
         Ownership.over if config.parallel.use_distributed_optimizer else Ownership.undivided
     )(groups)
     layout = flat_layout_of(model, ownership, config.parallel.ddp_bucket_size)
-    metrics = MetricsLayout.of(groups, model)
+    metrics = MetricsLayout.from_model(model, groups)
     tail = tail_elements(metrics.extras, metrics.counters)
     uneven = any(not layer.mixer.dispatcher.static for layer in model.moe_layers)
     kinds = {BALANCED: True, WORST: False} if uneven else {EVERY_RANK: True}

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.layers.linear import main_grad_of
-from megatron_packed.memory.apply import replace as replace_method
 from megatron_packed.models.estimate.live_memory import LiveMemory, Peak, RunningPart
 from megatron_packed.models.estimate.unit_memory import (
     UnitMemory,
@@ -194,16 +193,16 @@ class _Layers:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Replace the forward of the layers by `_run`."""
-        layers = self._model.layers
+        layers: Any = self._model.layers
         wrapped = vars(layers).get("forward")
-        replace_method(layers, "forward", self._run)
+        layers.forward = self._run
         try:
             yield
         finally:
             if wrapped is None:
                 del layers.forward
             else:
-                replace_method(layers, "forward", wrapped)
+                layers.forward = wrapped
 
     def _run(
         self, hidden: Tensor, packed: Any, numbers: Sequence[int] | None = None

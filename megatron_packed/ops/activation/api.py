@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 Kind = Literal["gelu", "squared_relu", "swiglu"]
 KINDS: tuple[Kind, ...] = ("gelu", "squared_relu", "swiglu")
@@ -20,7 +20,7 @@ GATE = "sigmoid_gate"
 OP = Op(
     "activation",
     (
-        Backend("triton", "megatron_packed.ops.activation.triton_kernel"),
+        GPUBackend("triton", "megatron_packed.ops.activation.triton_kernel"),
         Backend("reference", "megatron_packed.ops.activation.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.activation.on_meta"),

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.activation.api import KINDS, ActivationInputs, Kind
+from megatron_packed.ops.kernel_operands import adjacent, rows_of
+from megatron_packed.ops.triton_loads import load_fp32, mask_of
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 2048
@@ -45,7 +47,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, kind: int) -> Tensor:
-        x = _rows(x_TF)
+        x = rows_of(x_TF)
         rows, features = x.shape[0], x.shape[1] // _parts(kind)
         y = torch.empty(rows, features, dtype=x.dtype, device=x.device)
         if y.numel():
@@ -68,7 +70,7 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        dy, dx = _rows(dy_TF), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dy, dx = rows_of(dy_TF), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows, features = dy.shape
         if dy.numel():
             _backward_kernel[_grid(rows, features)](
@@ -92,7 +94,7 @@ class _SigmoidGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TKF: Tensor, gate_TKF: Tensor) -> Tensor:
         x_TKF = x_TKF.contiguous()
-        gate_TKF = gate_TKF if gate_TKF.stride(2) == 1 else gate_TKF.contiguous()
+        gate_TKF = adjacent(gate_TKF)
         y_TKF = torch.empty_like(x_TKF)
         if y_TKF.numel():
             grid, sizes = _gate_launch(x_TKF, gate_TKF)
@@ -140,12 +142,6 @@ def _gate_launch(x_TKF: Tensor, gate_TKF: Tensor) -> tuple[tuple[int, int], dict
     }
 
 
-def _rows(x_TF: Tensor) -> Tensor:
-    """Return (rows, features) with contiguous features; copy only if no such view exists."""
-    rows = x_TF.reshape(-1, x_TF.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 @triton.jit
 def _normal(x):
     """Return the standard normal distribution function of x, and exp(-x^2 / 2).
@@ -179,18 +175,16 @@ def _forward_kernel(
     row = (program // SPLIT).to(tl.int64)
     column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
     mask = column < features
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + row * x_stride + column, mask)
     if KIND == 0:
         y = x * _normal(x)[0]
     elif KIND == 1:
         positive = tl.where(x > 0, x, 0.0)
         y = positive * positive
     else:
-        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        up = load_fp32(x_ptr + row * x_stride + features + column, mask)
         y = x / (1.0 + tl.exp(-x)) * up
-    tl.store(y_ptr + row * features + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * features + column, y, mask=mask)
 
 
 @triton.jit
@@ -210,16 +204,14 @@ def _backward_kernel(
     row = (program // SPLIT).to(tl.int64)
     column = (program % SPLIT) * BLOCK + tl.arange(0, BLOCK)
     mask = column < features
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + row * x_stride + column, mask)
+    dy = load_fp32(dy_ptr + row * dy_stride + column, mask)
     if KIND == 2:
-        up = tl.load(x_ptr + row * x_stride + features + column, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        up = load_fp32(x_ptr + row * x_stride + features + column, mask)
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         dx_row = dx_ptr + row * (2 * features)
         dup = dy * x * sigmoid
-        tl.store(dx_row + features + column, dup.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_row + features + column, dup, mask=mask)
         dx = dy * up * sigmoid * (1.0 + x * (1.0 - sigmoid))
     else:
         dx_row = dx_ptr + row * features
@@ -228,7 +220,7 @@ def _backward_kernel(
             dx = dy * (distribution + x * bell * 0.3989422804014327)
         else:
             dx = dy * 2.0 * tl.where(x > 0, x, 0.0)
-    tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_row + column, dx, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -251,10 +243,10 @@ def _gate_kernel(
     place, gate_place, mask = _gate_places(
         rows, groups, gate_token_stride, gate_group_stride, FEATURES, ROWS, BLOCK
     )
-    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    gate = load_fp32(gate_ptr + gate_place, mask)
+    x = load_fp32(x_ptr + place, mask)
     y = x / (1.0 + tl.exp(-gate))
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + place, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -276,13 +268,13 @@ def _gate_backward_kernel(
     place, gate_place, mask = _gate_places(
         rows, groups, gate_token_stride, gate_group_stride, FEATURES, ROWS, BLOCK
     )
-    gate = tl.load(gate_ptr + gate_place, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    gate = load_fp32(gate_ptr + gate_place, mask)
+    x = load_fp32(x_ptr + place, mask)
+    dy = load_fp32(dy_ptr + place, mask)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     dx, dgate = dy * sigmoid, dy * x * sigmoid * (1.0 - sigmoid)
-    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dgate_ptr + place, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + place, dx, mask=mask)
+    tl.store(dgate_ptr + place, dgate, mask=mask)
 
 
 @triton.jit
@@ -302,5 +294,5 @@ def _gate_places(
     # A division of 64-bit integers would take many instructions.
     token, group = (row // groups).to(tl.int64), row % groups
     gate_start = token * gate_token_stride + group * gate_group_stride
-    mask = (row < rows)[:, None] & (column < FEATURES)[None, :]
+    mask = mask_of(row < rows, column < FEATURES)
     return start[:, None] + column[None, :], gate_start[:, None] + column[None, :], mask

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
-from megatron_packed.ops.work import OpWork
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op, OpWork
 
 OP = Op(
     "causal_conv1d",
     (
-        Backend("triton", "megatron_packed.ops.causal_conv1d.triton_kernels"),
-        Backend(
+        GPUBackend("triton", "megatron_packed.ops.causal_conv1d.triton_kernels"),
+        GPUBackend(
             "causal_conv1d",
             "megatron_packed.ops.causal_conv1d.library",
-            on_meta=Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.library_on_meta"),
+            on_meta=Backend("causal_conv1d", "megatron_packed.ops.causal_conv1d.on_meta:Library"),
         ),
         Backend("reference", "megatron_packed.ops.causal_conv1d.reference"),
     ),

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.causal_conv1d.api import CausalConvInputs
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.kernel_operands import main_grads_of
 
 _VECTOR_BYTES = 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,14 +108,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW, bias_C, seq_idx_1T)
         ctx.silu = silu
         ctx.slot = slot
-        # Do not pass the gradient buffer to save_for_backward: backward writes to it, and autograd
-        # would report a modified saved tensor.
-        ctx.main_grads = tuple(
-            getattr(parameter, "main_grad", None)
-            if parameter is not None and parameter.requires_grad
-            else None
-            for parameter in (weight_CW, bias_C)
-        )
+        ctx.main_grads = main_grads_of(weight_CW, bias_C)
         y = causal_conv1d_fwd_function(
             _channels_last(x_TC), weight_CW, bias_C, seq_idx_1T, None, None, silu
         )

@@ -35,6 +35,7 @@ from megatron_packed.ops.causal_conv1d.triton_rows import (
     three_rows,
 )
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_mode import fp32_reasons
 
@@ -113,17 +114,14 @@ class _TritonConvolution(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight, bias_C, halo_HC, seq_idx_1T)
         ctx.silu = silu
         ctx.slot = slot
-        # Backward writes to these buffers, so save_for_backward would report a modified tensor.
-        ctx.main_grads = [
-            getattr(parameter, "main_grad", None) for parameter in (weight_CW, bias_C)
-        ]
+        ctx.main_grads = main_grads_of(weight_CW, bias_C)
         return y_TC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight, bias_C, halo_HC, seq_idx_1T = ctx.saved_tensors
-        dy_TC = dy_TC if dy_TC.stride(1) == 1 else dy_TC.contiguous()
+        dy_TC = adjacent(dy_TC)
         dx_TC = gradient_like(x_TC, ctx.slot)
         dhalo_HC = None if halo_HC is None else torch.zeros_like(halo_HC)
         grid, sizes = _launch(x_TC, weight, halo_HC)
@@ -153,20 +151,12 @@ class _TritonConvolution(torch.autograd.Function):
                 **sizes,
             )
         dweight_CW, dbias_C = (
-            _summed(parts, parameter, main_grad) if parts is not None and needed else None
+            add_partial_sums(parts, parameter, main_grad) if parts is not None and needed else None
             for parts, parameter, main_grad, needed in zip(
                 (parts_XCW, parts_XC), (weight, bias_C), ctx.main_grads, ctx.needs_input_grad[1:3]
             )
         )
         return dx_TC, dweight_CW, dbias_C, dhalo_HC, None, None, None
-
-
-def _summed(parts: Tensor, parameter: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """Return the sum of the programs' parts, or add it to ``main_grad`` and return None."""
-    gradient = add_partial_sums(
-        parts.flatten(1), parameter.flatten(), None if main_grad is None else main_grad.view(-1)
-    )
-    return None if gradient is None else gradient.view_as(parameter)
 
 
 def _launch(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_packed.ops.triton_loads import load, load_fp32
+
 
 @triton.jit
 def is_one_document(documents):
@@ -137,7 +139,7 @@ def _slope(u):
 def row(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
     """Return row t in fp32; zeros outside the pack."""
     channels = tl.where((t >= 0) & (t < tokens), CHANNELS, 0)
-    row = tl.load(ptr + t.to(tl.int64) * stride + column, mask=column < channels, other=0.0)
+    row = load(ptr + t.to(tl.int64) * stride + column, column < channels)
     return row.to(tl.float32)
 
 
@@ -197,7 +199,7 @@ def _store(ptr, t, value, first, end, stride, column, CHANNELS: tl.constexpr):
     """Store row t if it is one of the rows from ``first`` to before ``end``."""
     channels = tl.where((t >= first) & (t < end), CHANNELS, 0)
     row = ptr + t.to(tl.int64) * stride + column
-    tl.store(row, value.to(ptr.dtype.element_ty), mask=column < channels)
+    tl.store(row, value, mask=column < channels)
 
 
 @triton.jit
@@ -211,15 +213,15 @@ def store_four(ptr, t, rows, first, end, stride, column, CHANNELS: tl.constexpr)
 def taps(weight_ptr, bias_ptr, column, real, WIDTH: tl.constexpr):
     """Return the weights of the rows t, t - 1, t - 2, t - 3 and the bias, in fp32."""
     last = weight_ptr + column * WIDTH + WIDTH - 1
-    w0 = tl.load(last, mask=real, other=0.0).to(tl.float32)
+    w0 = load_fp32(last, real)
     zero = tl.zeros_like(w0)
     w1, w2, w3, bias = zero, zero, zero, zero
     if WIDTH > 1:
-        w1 = tl.load(last - 1, mask=real, other=0.0).to(tl.float32)
+        w1 = load_fp32(last - 1, real)
     if WIDTH > 2:
-        w2 = tl.load(last - 2, mask=real, other=0.0).to(tl.float32)
+        w2 = load_fp32(last - 2, real)
     if WIDTH > 3:
-        w3 = tl.load(last - 3, mask=real, other=0.0).to(tl.float32)
+        w3 = load_fp32(last - 3, real)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
+        bias = load_fp32(bias_ptr + column, real)
     return (w0, w1, w2, w3), bias

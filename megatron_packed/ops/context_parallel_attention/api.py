@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, NoBackendError, Op
 from megatron_packed.ops.varlen_attention.api import effective_window
-
-_HERE = "megatron_packed.ops.context_parallel_attention"
 
 OP = Op(
     "context_parallel_attention",
     (
-        Backend("transformer_engine", f"{_HERE}.transformer_engine"),
-        Backend("reference", f"{_HERE}.reference"),
+        GPUBackend(
+            "transformer_engine",
+            "megatron_packed.ops.context_parallel_attention.transformer_engine",
+        ),
+        Backend("reference", "megatron_packed.ops.context_parallel_attention.reference"),
     ),
-    on_meta=Backend("on_meta", f"{_HERE}.on_meta"),
+    on_meta=Backend("on_meta", "megatron_packed.ops.context_parallel_attention.on_meta"),
     on_device=lambda backend, inputs, device: (
         resolved_backend(backend, device.type),
         replace(inputs, device_type=device.type),

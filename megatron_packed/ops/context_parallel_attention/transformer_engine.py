@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs, Peers
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     WIDEST_HEAD,
     dtype_reasons,
     head_dim_reasons,

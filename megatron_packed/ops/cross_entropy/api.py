@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "cross_entropy",
     (
-        Backend("triton", "megatron_packed.ops.cross_entropy.triton_kernel"),
+        GPUBackend("triton", "megatron_packed.ops.cross_entropy.triton_kernel"),
         Backend("reference", "megatron_packed.ops.cross_entropy.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.cross_entropy.on_meta"),
@@ -32,6 +32,13 @@ _CHUNK_LOGITS = 2**26
 """Approximate number of logits in a chunk of the default size: 128 MiB in bf16."""
 _CHUNK_TOKENS = 4096
 """Smallest number of tokens in a chunk of the default size, if the pack has twice as many."""
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, bool], None]
+"""Signature ``step(logits_CV, labels_C, loss_mask_C, grad_scale, vocab_size, loss_C, with_gradient)``.
+
+The function writes ``mask * nll`` into ``loss_C``. With ``with_gradient`` it also overwrites the
+logits by ``(softmax - onehot) * mask * grad_scale``, with 0 in padding columns and in rows of mask 0.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_packed.memory_purpose import Purpose, counted_as
-from megatron_packed.ops.cross_entropy.chunked import run_chunked
+from megatron_packed.ops.cross_entropy.reference import run_chunked
 
 
 def run(*tensors: Tensor, shard: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -17,4 +17,4 @@ def run(*tensors: Tensor, shard: Any = None, **options: Any) -> tuple[Tensor, Te
 
 
 def _in_place(*arguments: object) -> None:
-    """Do nothing: ``chunked.Step`` only writes into its arguments."""
+    """Do nothing: ``api.Step`` only writes into its arguments."""

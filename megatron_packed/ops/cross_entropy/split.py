@@ -19,8 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.cross_entropy.api import VocabShard
-from megatron_packed.ops.cross_entropy.chunked import Step
+from megatron_packed.ops.cross_entropy.api import Step, VocabShard
 
 Statistics = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 """Signature ``statistics(logits_CV, row_C, real)``, over the first ``real`` columns.
@@ -38,7 +37,7 @@ columns from ``real`` on and in rows of mask 0.
 
 
 def split_step(statistics: Statistics, gradient: Gradient, shard: VocabShard) -> Step:
-    """Return a ``chunked.Step`` for a rank that has a part of the vocabulary."""
+    """Return a ``api.Step`` for a rank that has a part of the vocabulary."""
     return partial(_step, statistics, gradient, shard)
 
 

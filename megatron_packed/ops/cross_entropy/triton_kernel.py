@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.cross_entropy.api import CrossEntropyInputs, VocabShard
-from megatron_packed.ops.cross_entropy.chunked import run_chunked
+from megatron_packed.ops.cross_entropy.reference import run_chunked
 from megatron_packed.ops.cross_entropy.split import split_step
+from megatron_packed.ops.triton_loads import tile_of
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _BLOCK = 4096
@@ -47,7 +48,7 @@ def softmax_step(
     loss_C: Tensor,
     with_gradient: bool,
 ) -> None:
-    """Compute losses and logit gradients of a chunk; see ``chunked.Step``."""
+    """Compute losses and logit gradients of a chunk; see ``api.Step``."""
     rows, vocab_rows = logits_CV.shape
     block = _block(vocab_rows)
     _softmax_kernel[(rows,)](
@@ -152,7 +153,7 @@ def _largest_and_total(
     Each lane has a maximum and a sum. In a step it reads eight adjacent logits and rescales its sum
     once.
     """
-    column = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    column = tile_of(tl.arange(0, BLOCK // 8), 8, tl.arange(0, 8))
     # The start value is finite, because -inf minus -inf would give NaN in a lane without a logit.
     largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK // 8,), tl.float32)
@@ -191,9 +192,7 @@ def _write_gradient(
         gradient = tl.where(weight == 0, 0.0, gradient)
         if VOCAB_SIZE < VOCAB_ROWS:
             gradient = tl.where(position < VOCAB_SIZE, gradient, 0.0)
-        tl.store(
-            row_ptr + position, gradient.to(row_ptr.dtype.element_ty), mask=position < VOCAB_ROWS
-        )
+        tl.store(row_ptr + position, gradient, mask=position < VOCAB_ROWS)
 
 
 @triton.jit

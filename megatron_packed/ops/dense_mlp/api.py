@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "dense_mlp",
     (
-        Backend(
+        GPUBackend(
             "quack",
             "megatron_packed.ops.dense_mlp.quack",
             on_meta=Backend("quack", "megatron_packed.ops.dense_mlp.on_meta"),

@@ -7,14 +7,13 @@ and writes the activation again, so forward need not save it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
 from megatron_packed.ops.quack_epilogues import (
     not_supported_reasons as reasons_of_epilogues,
 )
 from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
-from megatron_packed.ops.quack_tiles import ALIGNMENT, device_reasons
+from megatron_packed.ops.quack_tiles import alignment_reasons, device_reasons
 
 JOINS = True
 
@@ -26,19 +25,11 @@ def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
         reasons.append(f"the derivative is that of squared_relu, not of {inputs.kind}")
     if inputs.dtype != torch.bfloat16:
         reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
-    reasons.extend(
-        f"{name} ({size}) is not divisible by {ALIGNMENT}"
-        for name, size in (("hidden size", inputs.channels), ("inner size", inputs.inner))
-        if size % ALIGNMENT
-    )
+    reasons += alignment_reasons(hidden_size=inputs.channels, inner_size=inputs.inner)
     return reasons + ([inputs.apart] if inputs.apart else [])
 
 
-def hidden_and_activation(x_TD: Tensor, w1_FD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x W1^T`` and its activation. See `api.JoinedProducts`."""
-    return squared_relu_product(x_TD, w1_FD)
-
-
-def gradient(dy_TD: Tensor, w2_DF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of ``hidden`` and its activation. See `api.JoinedProducts`."""
-    return squared_relu_gradient(dy_TD, w2_DF, hidden_TF)
+hidden_and_activation = squared_relu_product
+"""Return ``x W1^T`` and its activation. See `api.JoinedProducts`."""
+gradient = squared_relu_gradient
+"""Return the gradient of ``hidden`` and its activation. See `api.JoinedProducts`."""

@@ -23,16 +23,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op, OpWork
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
-from megatron_packed.ops.work import OpWork
 
 OP = Op(
     "gated_delta_rule",
     (
-        Backend("triton", "megatron_packed.ops.gated_delta_rule.triton_kernels"),
+        GPUBackend("triton", "megatron_packed.ops.gated_delta_rule.triton_kernels"),
         Backend("reference", "megatron_packed.ops.gated_delta_rule.reference"),
-        Backend("fla", "megatron_packed.ops.gated_delta_rule.fla", automatic=False),
+        GPUBackend("fla", "megatron_packed.ops.gated_delta_rule.fla", automatic=False),
         Backend("recurrence", "megatron_packed.ops.gated_delta_rule.recurrence", automatic=False),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.gated_delta_rule.on_meta"),

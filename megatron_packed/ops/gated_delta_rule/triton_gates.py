@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.triton_scores import softplus
 from megatron_packed.ops.partial_sums import add_partial_sums
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at, tile_of
 
 _BLOCK_TOKENS = 64
 _BLOCK_HEADS = 32
@@ -100,23 +101,23 @@ def _gates_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = head < HEADS
-    mask = (row < tokens)[:, None] & real[None, :]
+    mask = mask_of(row < tokens, real)
     gate = head[None, :] * tokens.to(tl.int64) + row[:, None]
-    a = tl.load(a_ptr + row[:, None] * a_stride + head[None, :], mask=mask, other=0.0)
-    d_g = tl.load(d_g_of_q_ptr + gate, mask=mask, other=0.0)
-    d_g += tl.load(d_g_of_k_ptr + gate, mask=mask, other=0.0)
-    d_log_beta = tl.load(d_log_beta_ptr + gate, mask=mask, other=0.0)
-    rate = tl.exp(tl.load(A_log_ptr + head, mask=real, other=0.0).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + head, mask=real, other=0.0).to(tl.float32)
+    a = load(rows_at(a_ptr, row, a_stride, head), mask)
+    d_g = load(d_g_of_q_ptr + gate, mask)
+    d_g += load(d_g_of_k_ptr + gate, mask)
+    d_log_beta = load(d_log_beta_ptr + gate, mask)
+    rate = tl.exp(load_fp32(A_log_ptr + head, real))
+    bias = load_fp32(dt_bias_ptr + head, real)
     raw = a.to(tl.float32) + bias[None, :]
     d_step = -rate[None, :] * d_g
     da = d_step * tl.sigmoid(raw)
-    b = tl.load(b_ptr + row[:, None] * b_stride + head[None, :], mask=mask, other=0.0)
+    b = load(rows_at(b_ptr, row, b_stride, head), mask)
     db = d_log_beta * tl.sigmoid(-b.to(tl.float32))
-    da_tile = row[:, None] * da_stride + head[None, :]
-    db_tile = row[:, None] * db_stride + head[None, :]
-    tl.store(da_ptr + da_tile, da.to(da_ptr.dtype.element_ty), mask=mask)
-    tl.store(db_ptr + db_tile, db.to(db_ptr.dtype.element_ty), mask=mask)
+    da_tile = tile_of(row, da_stride, head)
+    db_tile = tile_of(row, db_stride, head)
+    tl.store(da_ptr + da_tile, da, mask=mask)
+    tl.store(db_ptr + db_tile, db, mask=mask)
     part = tl.program_id(0) * HEADS + head
     tl.store(parts_ptr + part, tl.sum(d_step * softplus(raw), axis=0), mask=real)
     parts_ptr += tl.num_programs(0) * HEADS

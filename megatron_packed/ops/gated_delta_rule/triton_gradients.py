@@ -29,6 +29,7 @@ from megatron_packed.ops.gated_delta_rule.triton_tiles import (
     key_block,
     tiles_of,
 )
+from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 
 class BackwardTensors(NamedTuple):
@@ -164,11 +165,11 @@ def _query_kernel(
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
     own_value = tl.arange(0, BLOCK_V)
-    q_tile = token[:, None] * q_stride + channel[None, :]
-    k_tile = token[:, None] * k_stride + channel[None, :]
-    u_tile = token[:, None] * (HEADS * V) + own_value[None, :]
-    do_tile = token[:, None] * do_stride + own_value[None, :]
-    state_tile = own_value[:, None] * K + channel[None, :]
+    q_tile = tile_of(token, q_stride, channel)
+    k_tile = tile_of(token, k_stride, channel)
+    u_tile = tile_of(token, HEADS * V, own_value)
+    do_tile = tile_of(token, do_stride, own_value)
+    state_tile = tile_of(own_value, K, channel)
     gates = HEADS * tokens.to(tl.int64)
     below = token[:, None] > token[None, :]
     above = token[:, None] < token[None, :]
@@ -179,13 +180,13 @@ def _query_kernel(
         state_values = tl.where(chunk > first_chunk, V, 0)
         start = tl.load(start_ptr + chunk).to(tl.int64)
         real = token < (tl.load(end_ptr + chunk) - start).to(tl.int32)
-        key_mask = real[:, None] & (channel < K)[None, :]
+        key_mask = mask_of(real, channel < K)
         q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
         k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
         key_row = key_head.to(tl.int64) * tokens + start
         rstds = (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64)
-        rstd_q = tl.load(rstd_ptr + key_row + token, mask=real, other=0.0)
-        rstd_k = tl.load(rstd_ptr + rstds + key_row + token, mask=real, other=0.0)
+        rstd_q = load(rstd_ptr + key_row + token, real)
+        rstd_k = load(rstd_ptr + rstds + key_row + token, real)
         dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
         for i in tl.range(HEADS_PER_KEY, num_stages=1):
             head = key_head * HEADS_PER_KEY + i
@@ -196,20 +197,20 @@ def _query_kernel(
             d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
             do_state = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-                mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0).to(dtype)
-                u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
-                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
-                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
+                mask = mask_of(real, block + own_value < V)
+                do = load(do_base + block + do_tile, mask).to(dtype)
+                u = load(u_base + block + u_tile, mask)
+                mask = mask_of(block + own_value < state_values, channel < K)
+                state = load(state_base + block * K + state_tile, mask)
                 d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
                 do_state = tl.dot(do, state, do_state, input_precision=PRECISION)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
-            do_state *= tl.load(gates_ptr + 2 * gates + gate + token, mask=real, other=0.0)[:, None]
+            q = load(q_base + q_tile, key_mask).to(dtype)
+            do_state *= load(gates_ptr + 2 * gates + gate + token, real)[:, None]
             dq += do_state
             d_reach = tl.sum(q.to(tl.float32) * do_state, axis=1)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
-            g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
-            g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
+            k = load(k_base + k_tile, key_mask).to(dtype)
+            g_sum = load(gates_ptr + gate + token, real)
+            g_error = load(gates_ptr + gates + gate + token, real)
             d_qk *= pair_decay(g_sum, g_error) * ((rstd_q * scale)[:, None] * rstd_k[None, :])
             d_qk = tl.where(above, 0.0, d_qk)
             dq = tl.dot(d_qk.to(dtype), k, dq, input_precision=PRECISION)
@@ -217,11 +218,11 @@ def _query_kernel(
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
             dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
             tl.store(d_gates_ptr + gate + token, dg, mask=real)
-        q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
+        q = load(q_base + q_tile, key_mask).to(dtype)
         dq = _across(dq, q, rstd_q)
         dq_base = dq_ptr + (start * dq_stride + key_head * dq_head_stride)
-        dq_tile = token[:, None] * dq_stride + channel[None, :]
-        tl.store(dq_base + dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=key_mask)
+        dq_tile = tile_of(token, dq_stride, channel)
+        tl.store(dq_base + dq_tile, dq, mask=key_mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "documents"])
@@ -274,13 +275,13 @@ def _key_kernel(
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
     own_value = tl.arange(0, BLOCK_V)
-    q_tile = token[:, None] * q_stride + channel[None, :]
-    k_tile = token[:, None] * k_stride + channel[None, :]
-    u_tile = token[:, None] * (HEADS * V) + own_value[None, :]
-    do_tile = token[:, None] * do_stride + own_value[None, :]
-    v_tile = token[:, None] * v_stride + own_value[None, :]
-    dv_tile = token[:, None] * dv_stride + own_value[None, :]
-    state_tile = own_value[:, None] * K + channel[None, :]
+    q_tile = tile_of(token, q_stride, channel)
+    k_tile = tile_of(token, k_stride, channel)
+    u_tile = tile_of(token, HEADS * V, own_value)
+    do_tile = tile_of(token, do_stride, own_value)
+    v_tile = tile_of(token, v_stride, own_value)
+    dv_tile = tile_of(token, dv_stride, own_value)
+    state_tile = tile_of(own_value, K, channel)
     gates = HEADS * tokens.to(tl.int64)
     below = token[:, None] > token[None, :]
     above = token[:, None] < token[None, :]
@@ -293,13 +294,13 @@ def _key_kernel(
         next_values = tl.where(position + 1 < tl.load(num_chunks_ptr + document), V, 0)
         start = tl.load(start_ptr + chunk).to(tl.int64)
         real = token < (tl.load(end_ptr + chunk) - start).to(tl.int32)
-        key_mask = real[:, None] & (channel < K)[None, :]
+        key_mask = mask_of(real, channel < K)
         q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
         k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
         key_row = key_head.to(tl.int64) * tokens + start
         rstds = (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64)
-        scaled_q = tl.load(rstd_ptr + key_row + token, mask=real, other=0.0) * scale
-        rstd_k = tl.load(rstd_ptr + rstds + key_row + token, mask=real, other=0.0)
+        scaled_q = load(rstd_ptr + key_row + token, real) * scale
+        rstd_k = load(rstd_ptr + rstds + key_row + token, real)
         state_row = (start // CHUNK) * HEADS
         dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
         for i in tl.range(HEADS_PER_KEY, num_stages=1):
@@ -322,15 +323,15 @@ def _key_kernel(
             d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
             passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
             for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-                mask = real[:, None] & (block + own_value < V)[None, :]
-                do = tl.load(do_base + block + do_tile, mask=mask, other=0.0).to(dtype)
-                u = tl.load(u_base + block + u_tile, mask=mask, other=0.0)
-                dv = tl.load(dv_base + block + dv_tile, mask=mask, other=0.0).to(dtype)
-                v = tl.load(v_base + block + v_tile, mask=mask, other=0.0).to(dtype)
-                mask = (block + own_value < state_values)[:, None] & (channel < K)[None, :]
-                state = tl.load(state_base + block * K + state_tile, mask=mask, other=0.0)
-                mask = (block + own_value < next_values)[:, None] & (channel < K)[None, :]
-                d_next = tl.load(next_base + block * K + state_tile, mask=mask, other=0.0)
+                mask = mask_of(real, block + own_value < V)
+                do = load(do_base + block + do_tile, mask).to(dtype)
+                u = load(u_base + block + u_tile, mask)
+                dv = load(dv_base + block + dv_tile, mask).to(dtype)
+                v = load(v_base + block + v_tile, mask).to(dtype)
+                mask = mask_of(block + own_value < state_values, channel < K)
+                state = load(state_base + block * K + state_tile, mask)
+                mask = mask_of(block + own_value < next_values, channel < K)
+                d_next = load(next_base + block * K + state_tile, mask)
                 d_qk = tl.dot(u, tl.trans(do), d_qk, input_precision=PRECISION)
                 d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
                 dv_state = tl.dot(dv, state, dv_state, input_precision=PRECISION)
@@ -341,17 +342,17 @@ def _key_kernel(
                 # a sum a part of the product. This difference is last, so its wait covers all products.
                 # Without it the next copies overwrite dv, state and d_next while products read them.
                 d_kk_T -= tl.dot(u, tl.trans(dv), input_precision=PRECISION)
-            dv_state *= tl.load(gates_ptr + 3 * gates + gate + token, mask=real, other=0.0)[:, None]
-            u_state *= tl.load(gates_ptr + 4 * gates + gate + token, mask=real, other=0.0)[:, None]
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
+            dv_state *= load(gates_ptr + 3 * gates + gate + token, real)[:, None]
+            u_state *= load(gates_ptr + 4 * gates + gate + token, real)[:, None]
+            k = load(k_base + k_tile, key_mask).to(dtype)
             d_read = tl.sum(k.to(tl.float32) * dv_state, axis=1)
             d_rest = tl.sum(k.to(tl.float32) * u_state, axis=1)
             dk += u_state - dv_state
-            g_sum = tl.load(gates_ptr + gate + token, mask=real, other=0.0)
-            g_error = tl.load(gates_ptr + gates + gate + token, mask=real, other=0.0)
+            g_sum = load(gates_ptr + gate + token, real)
+            g_error = load(gates_ptr + gates + gate + token, real)
             decay = pair_decay(g_sum, g_error) * rstd_k[:, None]
             d_qk = tl.where(below, 0.0, d_qk * decay * scaled_q[None, :])
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
+            q = load(q_base + q_tile, key_mask).to(dtype)
             dk = tl.dot(d_qk.to(dtype), q, dk, input_precision=PRECISION)
             decay *= rstd_k[None, :]
             d_kk = tl.where(below, -d_kk * decay, 0.0)
@@ -360,16 +361,16 @@ def _key_kernel(
             pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
             d_log_beta += tl.sum(pairs, axis=1) - d_read
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
-            total = tl.load(gates_ptr + gate + CHUNK - 1, mask=next_values > 0, other=0.0)
+            total = load(gates_ptr + gate + CHUNK - 1, next_values > 0)
             dg += tl.sum(tl.where(below, d_rest[None, :], -d_read[None, :]), axis=1)
             dg += tl.sum(passed, axis=0) * tl.exp(total)
             tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)
             tl.store(d_gates_ptr + 2 * gates + gate + token, d_log_beta, mask=real)
-        k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
+        k = load(k_base + k_tile, key_mask).to(dtype)
         dk = _across(dk, k, rstd_k)
-        dk_tile = token[:, None] * dk_stride + channel[None, :]
+        dk_tile = tile_of(token, dk_stride, channel)
         dk_base = dk_ptr + (start * dk_stride + key_head * dk_head_stride)
-        tl.store(dk_base + dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=key_mask)
+        tl.store(dk_base + dk_tile, dk, mask=key_mask)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_packed.config.triton_assembler import RIGHT_PTXAS
+from megatron_packed.config.environment_variables import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
 from megatron_packed.ops.gated_delta_rule.precision import remark as remark
@@ -34,6 +34,7 @@ from megatron_packed.ops.gated_delta_rule.triton_states import (
     outputs,
     states_and_writes,
 )
+from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
 from megatron_packed.ops.triton_mode import device_reasons, ptxas_version
 
 _LARGEST_KEY_DIM = 128
@@ -95,9 +96,8 @@ def run(
         tables = build_tables(cu_seqlens, v_TNV.shape[0])
     inputs = (q_TGK, k_TGK, v_TNV, a_TN, b_TN)
     slots = tuple(gradient_slot(x) for x in inputs)
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
     o_TNV: Tensor = _DeltaRule.apply(
-        *rows, A_log_N, dt_bias_N, cu_seqlens, tables, allow_neg_eigval, slots
+        *map(adjacent, inputs), A_log_N, dt_bias_N, cu_seqlens, tables, allow_neg_eigval, slots
     )
     return o_TNV
 
@@ -120,12 +120,7 @@ class _DeltaRule(torch.autograd.Function):
         allow_neg_eigval: bool,
         slots: tuple[GradientSlot | None, ...],
     ) -> Tensor:
-        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
-        # autograd would report a modified saved tensor.
-        ctx.main_grads = tuple(
-            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
-            for parameter in (A_log_N, dt_bias_N)
-        )
+        ctx.main_grads = main_grads_of(A_log_N, dt_bias_N)
         ctx.slots = slots
         A_log_N, dt_bias_N = A_log_N.contiguous(), dt_bias_N.contiguous()
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
@@ -140,8 +135,7 @@ class _DeltaRule(torch.autograd.Function):
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
         scores = ChunkScores(*ctx.saved_tensors[8:11])
         tables = DeltaRuleTables(*ctx.saved_tensors[11:])
-        if do_TNV.stride(-1) != 1:
-            do_TNV = do_TNV.contiguous()
+        do_TNV = adjacent(do_TNV)
         dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN = map(
             gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
         )

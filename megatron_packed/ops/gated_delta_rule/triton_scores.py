@@ -24,6 +24,7 @@ from megatron_packed.ops.gated_delta_rule.triton_tiles import (
     key_block,
     tiles_of,
 )
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 
 NORM_EPSILON = 1e-6
 """Constant that is added to the sum of squares of q and of k before the root."""
@@ -154,11 +155,11 @@ def _scores_kernel(
         length = tl.load(end_ptr + chunk) - start
         real = token < length
         row = start + token
-        mask = real[:, None] & (channel < K)[None, :]
+        mask = mask_of(real, channel < K)
         q_tile = row[:, None] * q_stride + key_head * q_head_stride + channel[None, :]
         k_tile = row[:, None] * k_stride + key_head * k_head_stride + channel[None, :]
-        q = tl.load(q_ptr + q_tile, mask=mask, other=0.0).to(dtype)
-        k = tl.load(k_ptr + k_tile, mask=mask, other=0.0).to(dtype)
+        q = load(q_ptr + q_tile, mask).to(dtype)
+        k = load(k_ptr + k_tile, mask).to(dtype)
         rstd_q = inverse_norm(q, EPSILON)
         rstd_k = inverse_norm(k, EPSILON)
         # All value heads of a key head have the same norms; the first one stores them.
@@ -173,8 +174,8 @@ def _scores_kernel(
         qk *= (rstd_q * scale)[:, None] * rstd_k[None, :]
         kk *= rstd_k[:, None] * rstd_k[None, :]
 
-        a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * b_stride + head, mask=real, other=0.0).to(tl.float32)
+        a = load_fp32(a_ptr + row * a_stride + head, real)
+        b = load_fp32(b_ptr + row * b_stride + head, real)
         rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
         step = softplus(a + tl.load(dt_bias_ptr + head).to(tl.float32))
         g_sum, g_error, rest = _sums(tl.where(real, -rate * step, 0.0), token == 4 * BLOCK - 1)
@@ -188,7 +189,7 @@ def _scores_kernel(
         tl.store(gate + 4 * gates, rstd_k * tl.exp(rest), mask=real)
 
         matrix = head.to(tl.int64) * tokens + row
-        matrix = matrices_ptr + matrix[:, None] * (4 * BLOCK) + token[None, :]
+        matrix = rows_at(matrices_ptr, matrix, 4 * BLOCK, token)
         decay = pair_decay(g_sum, g_error)
         scores = tl.where(token[:, None] >= token[None, :], qk * decay, 0.0)
         tl.store(matrix, scores.to(dtype), mask=real[:, None])

@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
 from megatron_packed.ops.gated_delta_rule.triton_tiles import key_block, tiles_of
+from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 _MOST_PROGRAMS = 1024
 """Programs of a launch, which share the documents; each head and block of channels has at least 16."""
@@ -188,10 +189,10 @@ def _forward_kernel(
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
-    state_tile = value[:, None] * K + channel[None, :]
-    square = token[:, None] * CHUNK + token[None, :]
-    k_tile = token[:, None] * k_stride + channel[None, :]
-    q_tile = token[:, None] * q_stride + channel[None, :]
+    state_tile = tile_of(value, K, channel)
+    square = tile_of(token, CHUNK, token)
+    k_tile = tile_of(token, k_stride, channel)
+    q_tile = tile_of(token, q_stride, channel)
     v_tile = token[None, :] * v_stride + value[:, None]
     out_tile = token[None, :] * (HEADS * V) + value[:, None]
     for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
@@ -204,41 +205,37 @@ def _forward_kernel(
             start = first + chunk * CHUNK
             row = head.to(tl.int64) * tokens + start
             real = token < length - chunk * CHUNK
-            key_mask = real[:, None] & (channel < K)[None, :]
-            value_mask = (value < V)[:, None] & real[None, :]
+            key_mask = mask_of(real, channel < K)
+            value_mask = mask_of(value < V, real)
             k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
             v_base = v_ptr + (start * v_stride + head * v_head_stride)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
-            v = tl.load(v_base + v_tile, mask=value_mask, other=0.0).to(dtype)
-            solve = tl.load(
-                scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
-            )
+            k = load(k_base + k_tile, key_mask).to(dtype)
+            v = load(v_base + v_tile, value_mask).to(dtype)
+            solve = load(scores_ptr + (gates + row) * CHUNK + square, real[:, None])
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
-            total = tl.load(
-                gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
-            )
+            total = load(gates_ptr + row + CHUNK - 1, chunk * CHUNK + CHUNK <= length)
 
             low = state.to(dtype)
             if not OUTPUTS:
                 slot = (start // CHUNK) * HEADS + head
-                mask = (value < tl.where(chunk > 0, V, 0))[:, None] & (channel < K)[None, :]
+                mask = mask_of(value < tl.where(chunk > 0, V, 0), channel < K)
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            factor = tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)
+            factor = load(gates_ptr + 3 * gates + row + token, real)
             read = v.to(tl.float32) - read * factor[None, :]
             u = tl.dot(read.to(dtype), tl.trans(solve), input_precision=PRECISION)
             out = out_ptr + (start * HEADS + head) * V + out_tile
             if OUTPUTS:
                 q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
-                q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
-                scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-                factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
+                q = load(q_base + q_tile, key_mask).to(dtype)
+                scores = load(scores_ptr + row * CHUNK + square, real[:, None])
+                factor = load(gates_ptr + 2 * gates + row + token, real)
                 o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * factor[None, :]
                 o = tl.dot(u.to(dtype), tl.trans(scores), o, input_precision=PRECISION)
-                tl.store(out, o.to(out_ptr.dtype.element_ty), mask=value_mask)
+                tl.store(out, o, mask=value_mask)
             else:
-                tl.store(out, u.to(out_ptr.dtype.element_ty), mask=value_mask)
-            u *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
+                tl.store(out, u, mask=value_mask)
+            u *= load(gates_ptr + 4 * gates + row + token, real)[None, :]
             state *= tl.exp(total)
             state = tl.dot(u.to(dtype), k, state, input_precision=PRECISION)
 
@@ -283,10 +280,10 @@ def _backward_kernel(
     value = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
     token = tl.arange(0, CHUNK)
     channel = tl.arange(0, BLOCK_K)
-    state_tile = value[:, None] * K + channel[None, :]
-    square = token[:, None] * CHUNK + token[None, :]
-    k_tile = token[:, None] * k_stride + channel[None, :]
-    q_tile = token[:, None] * q_stride + channel[None, :]
+    state_tile = tile_of(value, K, channel)
+    square = tile_of(token, CHUNK, token)
+    k_tile = tile_of(token, k_stride, channel)
+    q_tile = tile_of(token, q_stride, channel)
     do_tile = token[None, :] * do_stride + value[:, None]
     dv_tile = token[None, :] * dv_stride + value[:, None]
     for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
@@ -300,37 +297,33 @@ def _backward_kernel(
             start = first + chunk * CHUNK
             row = head.to(tl.int64) * tokens + start
             real = token < length - chunk * CHUNK
-            key_mask = real[:, None] & (channel < K)[None, :]
-            value_mask = (value < V)[:, None] & real[None, :]
+            key_mask = mask_of(real, channel < K)
+            value_mask = mask_of(value < V, real)
             q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
             k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
             do_base = do_ptr + (start * do_stride + head * do_head_stride)
-            q = tl.load(q_base + q_tile, mask=key_mask, other=0.0).to(dtype)
-            k = tl.load(k_base + k_tile, mask=key_mask, other=0.0).to(dtype)
-            do = tl.load(do_base + do_tile, mask=value_mask, other=0.0).to(dtype)
-            scores = tl.load(scores_ptr + row * CHUNK + square, mask=real[:, None], other=0.0)
-            solve = tl.load(
-                scores_ptr + (gates + row) * CHUNK + square, mask=real[:, None], other=0.0
-            )
+            q = load(q_base + q_tile, key_mask).to(dtype)
+            k = load(k_base + k_tile, key_mask).to(dtype)
+            do = load(do_base + do_tile, value_mask).to(dtype)
+            scores = load(scores_ptr + row * CHUNK + square, real[:, None])
+            solve = load(scores_ptr + (gates + row) * CHUNK + square, real[:, None])
             # The sum at the last token is that of the chunk. Only a whole chunk passes its state on.
-            total = tl.load(
-                gates_ptr + row + CHUNK - 1, mask=chunk * CHUNK + CHUNK <= length, other=0.0
-            )
+            total = load(gates_ptr + row + CHUNK - 1, chunk * CHUNK + CHUNK <= length)
 
             # The gradient at the end of this chunk belongs to the start of the next chunk.
             low = d_state.to(dtype)
             slot = (start // CHUNK + 1) * HEADS + head
-            mask = (value < tl.where(done > 0, V, 0))[:, None] & (channel < K)[None, :]
+            mask = mask_of(value < tl.where(done > 0, V, 0), channel < K)
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            du *= tl.load(gates_ptr + 4 * gates + row + token, mask=real, other=0.0)[None, :]
+            du *= load(gates_ptr + 4 * gates + row + token, real)[None, :]
             du = tl.dot(do, scores, du, input_precision=PRECISION)
             dv = tl.dot(du.to(dtype), solve, input_precision=PRECISION)
             dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
-            tl.store(dv_base + dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=value_mask)
-            dv *= -tl.load(gates_ptr + 3 * gates + row + token, mask=real, other=0.0)[None, :]
+            tl.store(dv_base + dv_tile, dv, mask=value_mask)
+            dv *= -load(gates_ptr + 3 * gates + row + token, real)[None, :]
             d_state *= tl.exp(total)
             d_state = tl.dot(dv.to(dtype), k, d_state, input_precision=PRECISION)
-            factor = tl.load(gates_ptr + 2 * gates + row + token, mask=real, other=0.0)
+            factor = load(gates_ptr + 2 * gates + row + token, real)
             do = do.to(tl.float32) * factor[None, :]
             d_state = tl.dot(do.to(dtype), q, d_state, input_precision=PRECISION)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "gated_rms_norm",
     (
-        Backend("triton", "megatron_packed.ops.gated_rms_norm.triton_kernels"),
+        GPUBackend("triton", "megatron_packed.ops.gated_rms_norm.triton_kernels"),
         Backend("reference", "megatron_packed.ops.gated_rms_norm.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.gated_rms_norm.on_meta"),

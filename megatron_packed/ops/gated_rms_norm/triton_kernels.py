@@ -26,7 +26,9 @@ from megatron_packed.ops.gated_rms_norm.api import (
     rows_of_tile,
     tiles_of_program,
 )
+from megatron_packed.ops.kernel_operands import adjacent
 from megatron_packed.ops.partial_sums import add_partial_sums
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _LARGEST_GROUP = 16384
@@ -115,7 +117,7 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, z_TD, weight, rstd_TG = ctx.saved_tensors
-        dy_TD = dy_TD if dy_TD.stride(1) == 1 else dy_TD.contiguous()
+        dy_TD = adjacent(dy_TD)
         (tokens, channels), groups = x_TD.shape, rstd_TG.shape[1]
         dx_TD = torch.empty(tokens, channels, dtype=x_TD.dtype, device=x_TD.device)
         dz_TD = gradient_like(z_TD, ctx.slot)
@@ -190,11 +192,11 @@ def _forward_kernel(
     group = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     channel = group * GROUP_SIZE + lane
-    mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
+    mask = mask_of(row < tokens, lane < GROUP_SIZE)
     x = _load(x_ptr, row, x_stride, channel, mask)
     z = _load(z_ptr, row, z_stride, channel, mask)
     weight_lane = lane if SHARED_WEIGHT else channel
-    weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + weight_lane, lane < GROUP_SIZE)
     if NORM_FIRST:
         v = x
     else:
@@ -203,15 +205,14 @@ def _forward_kernel(
     y = v * rstd[:, None] * weight[None, :]
     if NORM_FIRST:
         y = y * (z * tl.sigmoid(z))
-    tl.store(y_ptr + row[:, None] * channels + channel[None, :], y, mask=mask)
+    tl.store(rows_at(y_ptr, row, channels, channel), y, mask=mask)
     tl.store(rstd_ptr + row * groups + group, rstd, mask=row < tokens)
 
 
 @triton.jit
 def _load(ptr, row, stride, channel, mask):
     """Load the channels of some rows as fp32; zeros where the mask is False."""
-    values = tl.load(ptr + row[:, None] * stride + channel[None, :], mask=mask, other=0.0)
-    return values.to(tl.float32)
+    return load_fp32(rows_at(ptr, row, stride, channel), mask)
 
 
 @triton.jit
@@ -273,18 +274,18 @@ def _backward_kernel(
     lane = tl.arange(0, BLOCK)
     channel = group * GROUP_SIZE + lane
     weight_lane = lane if SHARED_WEIGHT else channel
-    weight = tl.load(weight_ptr + weight_lane, mask=lane < GROUP_SIZE, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + weight_lane, lane < GROUP_SIZE)
     d_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for tile in tl.range(0, tiles_per_program, num_stages=STAGES):
         row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
-        mask = (row < tokens)[:, None] & (lane < GROUP_SIZE)[None, :]
+        mask = mask_of(row < tokens, lane < GROUP_SIZE)
         x = _load(x_ptr, row, x_stride, channel, mask)
         z = _load(z_ptr, row, z_stride, channel, mask)
         dy = _load(dy_ptr, row, dy_stride, channel, mask)
-        rstd = tl.load(rstd_ptr + row * groups + group, mask=row < tokens, other=0.0)
+        rstd = load(rstd_ptr + row * groups + group, row < tokens)
         dx, dz, d_weight_rows = _gradients(x, z, dy, weight, rstd, GROUP_SIZE, NORM_FIRST)
-        tl.store(dx_ptr + row[:, None] * channels + channel[None, :], dx, mask=mask)
-        tl.store(dz_ptr + row[:, None] * dz_stride + channel[None, :], dz, mask=mask)
+        tl.store(rows_at(dx_ptr, row, channels, channel), dx, mask=mask)
+        tl.store(rows_at(dz_ptr, row, dz_stride, channel), dz, mask=mask)
         d_weight += d_weight_rows
     part = parts_ptr + program * channels + channel
     tl.store(part, tl.sum(d_weight, axis=0), mask=lane < GROUP_SIZE)

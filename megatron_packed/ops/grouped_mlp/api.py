@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "grouped_mlp",
     (
-        Backend(
+        GPUBackend(
             "quack_joined",
             "megatron_packed.ops.grouped_mlp.quack_joined",
-            on_meta=Backend("quack_joined", "megatron_packed.ops.grouped_mlp.joined_on_meta"),
+            on_meta=Backend(
+                "quack_joined", "megatron_packed.ops.grouped_mlp.on_meta:JoinedExperts"
+            ),
         ),
-        Backend("quack", "megatron_packed.ops.grouped_mlp.quack"),
-        Backend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
+        GPUBackend("quack", "megatron_packed.ops.grouped_mlp.quack"),
+        GPUBackend("grouped_mm", "megatron_packed.ops.grouped_mlp.grouped_mm"),
         Backend("reference", "megatron_packed.ops.grouped_mlp.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.grouped_mlp.on_meta"),
@@ -55,31 +57,6 @@ class GroupedMLPInputs:
     device_type: str
     apart: str = ""
     """Reason why the three steps must be separate calls; empty if they may be joined."""
-
-    @classmethod
-    def from_weights(
-        cls,
-        w1_EFD: Tensor,
-        w2_EDF: Tensor,
-        *,
-        activation: Kind,
-        dtype: torch.dtype,
-        device_type: str,
-        apart: str = "",
-    ) -> GroupedMLPInputs:
-        """Return the inputs for these weights, and for rows of ``dtype``."""
-        experts, hidden_in, channels = w1_EFD.shape
-        return cls(
-            channels=channels,
-            experts=experts,
-            hidden_in=hidden_in,
-            hidden_out=w2_EDF.shape[2],
-            activation=activation,
-            dtype=dtype,
-            weight_dtype=w1_EFD.dtype,
-            device_type=device_type,
-            apart=apart,
-        )
 
 
 def grouped_mlp(
@@ -156,11 +133,14 @@ def grouped_mlp_backend(
         raise ValueError(
             f"grouped_mlp: offsets has shape {list(offsets_E.shape)}; it must be (E,) with E = {experts}."
         )
-    inputs = GroupedMLPInputs.from_weights(
-        w1_EFD,
-        w2_EDF,
+    inputs = GroupedMLPInputs(
+        channels=channels,
+        experts=experts,
+        hidden_in=hidden_in,
+        hidden_out=w2_EDF.shape[2],
         activation=activation,
         dtype=x_RD.dtype,
+        weight_dtype=w1_EFD.dtype,
         device_type=x_RD.device.type,
         apart=apart,
     )

@@ -17,9 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
-
-_ALIGNMENT = 8
-"""Required divisor of row lengths: each row must start at a multiple of 16 bytes (8 bfloat16)."""
+from megatron_packed.ops.quack_tiles import alignment_reasons
 
 
 class Products(NamedTuple):
@@ -42,17 +40,9 @@ def shape_and_dtype_reasons(inputs: GroupedMLPInputs) -> list[str]:
         reasons.append(
             f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16"
         )
-    sizes = {
-        "channels": inputs.channels,
-        "hidden size": inputs.hidden_out,
-        "rows of w1": inputs.hidden_in,
-    }
-    reasons.extend(
-        f"{name} ({size}) is not divisible by {_ALIGNMENT}"
-        for name, size in sizes.items()
-        if size % _ALIGNMENT
+    return reasons + alignment_reasons(
+        channels=inputs.channels, hidden_size=inputs.hidden_out, rows_of_w1=inputs.hidden_in
     )
-    return reasons
 
 
 def row_bounds(offsets_E: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.triton_loads import mask_of, tile_of
+
 _ROWS = 16
 _COLUMNS = 1024
 
@@ -59,8 +61,8 @@ def _zero_rows_kernel(
     if first + ROWS > end:
         row = first + tl.arange(0, ROWS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = ((row >= end) & (row < rows))[:, None] & (column < channels)[None, :]
-        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        mask = mask_of((row >= end) & (row < rows), column < channels)
+        at = tile_of(row.to(tl.int64), channels, column)
         tl.store(
             rows_ptr + at, tl.zeros((ROWS, COLUMNS), dtype=rows_ptr.dtype.element_ty), mask=mask
         )

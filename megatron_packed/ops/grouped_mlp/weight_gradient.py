@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
+
 _ALIGNMENT = 16
 """Bytes that divide the addresses and row lengths of the tensors that the TMA reads or writes."""
 _ROWS = 64
@@ -114,7 +116,7 @@ def _weight_gradient_kernel(
     out = tile % TILES_O * BLOCK_O
     inner = tile // TILES_O * BLOCK_I
     end = tl.load(offsets_ptr + expert)
-    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    start = load(offsets_ptr + expert - 1, expert > 0)
     if end > start:
         dy = tl.make_tensor_descriptor(dy_ptr, [end, OUT], [OUT, 1], [BLOCK_R, BLOCK_O])
         x = tl.make_tensor_descriptor(x_ptr, [end, IN], [IN, 1], [BLOCK_R, BLOCK_I])
@@ -138,9 +140,9 @@ def _weight_gradient_kernel(
         else:
             row = out + tl.arange(0, BLOCK_O)
             column = inner + tl.arange(0, BLOCK_I)
-            at = matrix_ptr + row[:, None] * IN + column[None, :]
-            mask = (row < OUT)[:, None] & (column < IN)[None, :]
-            tl.store(at, tl.load(at, mask=mask, other=0.0) + total, mask=mask)
+            at = rows_at(matrix_ptr, row, IN, column)
+            mask = mask_of(row < OUT, column < IN)
+            tl.store(at, load(at, mask) + total, mask=mask)
 
 
 @triton.jit

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "permute",
     (
-        Backend("triton", "megatron_packed.ops.permute.triton_kernels"),
+        GPUBackend("triton", "megatron_packed.ops.permute.triton_kernels"),
         Backend("reference", "megatron_packed.ops.permute.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.permute.on_meta"),

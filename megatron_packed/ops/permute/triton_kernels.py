@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.permute.api import PermuteInputs
+from megatron_packed.ops.triton_loads import load_fp32
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _CHANNELS_PER_STEP = 2048
@@ -195,16 +196,14 @@ def _rows_kernel(
     readable = tl.where(token >= 0, CHANNELS, 0)
     if WEIGHTED:
         route = tl.load(route_ptr + row).to(tl.int64)
-        weight = tl.load(weight_ptr + route, mask=route >= 0, other=0.0).to(tl.float32)
+        weight = load_fp32(weight_ptr + route, route >= 0)
     dot = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHANNELS, BLOCK):
         channel = start + tl.arange(0, BLOCK)
         mask = channel < readable
-        x = tl.load(x_ptr + token * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+        x = load_fp32(x_ptr + token * CHANNELS + channel, mask)
         if WEIGHTED:
-            dot += x * tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(
-                tl.float32
-            )
+            dot += x * load_fp32(y_ptr + row * CHANNELS + channel, mask)
             x = tl.where(mask, x * weight, 0.0)
         tl.store(out_ptr + row * CHANNELS + channel, x, mask=channel < CHANNELS)
     if WEIGHTED:
@@ -229,7 +228,7 @@ def _tokens_kernel(
     for k in tl.static_range(ROUTES):
         row = tl.load(row_ptr + token * ROUTES + k).to(tl.int64)
         mask = channel < tl.where(row >= 0, CHANNELS, 0)
-        y = tl.load(y_ptr + row * CHANNELS + channel, mask=mask, other=0.0).to(tl.float32)
+        y = load_fp32(y_ptr + row * CHANNELS + channel, mask)
         if WEIGHTED:
             y = y * tl.load(weight_ptr + token * ROUTES + k).to(tl.float32)
         total += y

@@ -15,10 +15,10 @@ from quack import gemm as _quack
 from torch import Tensor
 
 from megatron_packed.ops.quack_tiles import (
-    ALIGNMENT,
     SCHEDULE,
     TOKEN_TILES,
     aligned,
+    alignment_reasons,
     bound_plans,
     device_reasons,
     join_context,
@@ -36,11 +36,7 @@ def not_supported_reasons(inputs: ResidualProjectionInputs) -> list[str]:
     reasons = version_reasons(_quack.gemm, _NEEDED) + device_reasons(inputs.device_type)
     if inputs.dtype != torch.bfloat16:
         reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
-    reasons.extend(
-        f"{name} ({size}) is not divisible by {ALIGNMENT}"
-        for name, size in (("input width", inputs.inner), ("output width", inputs.channels))
-        if size % ALIGNMENT
-    )
+    reasons += alignment_reasons(input_width=inputs.inner, output_width=inputs.channels)
     return reasons + ([inputs.apart] if inputs.apart else [])
 
 

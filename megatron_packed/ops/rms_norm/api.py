@@ -8,16 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "rms_norm",
     (
-        Backend("triton", "megatron_packed.ops.rms_norm.triton_kernel"),
-        Backend("torch", "megatron_packed.ops.rms_norm.torch_fused"),
+        GPUBackend("triton", "megatron_packed.ops.rms_norm.triton_kernel"),
+        Backend("torch", "megatron_packed.ops.rms_norm.torch_fused", gpu_only=True),
         Backend("reference", "megatron_packed.ops.rms_norm.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.rms_norm.on_meta"),
@@ -84,31 +83,11 @@ def rms_norm_with_residual(
     """
     _check(x_TD, weight_D)
     module = OP.chosen[backend, _inputs(x_TD, weight_D, zero_centered)].loaded
-    outputs: tuple[Tensor, Tensor] = module.run_with_residual(x_TD, weight_D, eps, zero_centered)
+    run_both = getattr(module, "run_with_residual", None)
+    if run_both is None:
+        return module.run(x_TD, weight_D, eps, zero_centered), x_TD
+    outputs: tuple[Tensor, Tensor] = run_both(x_TD, weight_D, eps, zero_centered)
     return outputs
-
-
-def layer_norm(
-    x_TD: Tensor,
-    weight_D: Tensor,
-    bias_D: Tensor | None,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-) -> Tensor:
-    """Run PyTorch's fused layer normalisation.
-
-    The statistics are fp32 and the result has the dtype of x. The weight may have any dtype. With
-    ``zero_centered`` the weight is stored minus one, and the rows are converted to fp32 first:
-    ``1 + weight`` would lose bits in a narrower dtype.
-    """
-    _check(x_TD, weight_D)
-    if zero_centered:
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scale = 1 + weight_D.to(wide)
-        return layer_norm(x_TD.to(wide), scale, bias_D, eps).to(x_TD.dtype)
-    bias = None if bias_D is None else bias_D.to(x_TD.dtype)
-    return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), bias, eps)
 
 
 def _inputs(x_TD: Tensor, weight_D: Tensor, zero_centered: bool) -> RMSNormInputs:

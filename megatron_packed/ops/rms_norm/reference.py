@@ -14,9 +14,3 @@ def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     scale_D = weight_D.to(x.dtype)
     return (normed * (1 + scale_D if zero_centered else scale_D)).to(x_TD.dtype)
-
-
-def run_with_residual(
-    x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False
-) -> tuple[Tensor, Tensor]:
-    return run(x_TD, weight_D, eps, zero_centered), x_TD

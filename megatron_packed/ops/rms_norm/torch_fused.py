@@ -30,9 +30,3 @@ def not_supported_reasons(inputs: RMSNormInputs) -> list[str]:
 def run(x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     assert not zero_centered, "not_supported_reasons refuses these inputs"
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
-
-
-def run_with_residual(
-    x_TD: Tensor, weight_D: Tensor, eps: float, zero_centered: bool = False
-) -> tuple[Tensor, Tensor]:
-    return run(x_TD, weight_D, eps, zero_centered), x_TD

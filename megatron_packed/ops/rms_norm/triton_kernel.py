@@ -25,8 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.ops.kernel_operands import rows_of
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.rms_norm.api import RMSNormInputs
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
 from megatron_packed.ops.triton_mode import device_reasons
 
 _WIDEST = 16384
@@ -110,8 +112,8 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         tokens, features = x.shape[0] * x.shape[1], x.shape[2]
-        dy = _rows(dy_TD)
-        d_residual = None if d_residual_TD is None else _rows(d_residual_TD)
+        dy = rows_of(dy_TD)
+        d_residual = None if d_residual_TD is None else rows_of(d_residual_TD)
         dx = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         block_d, rows, warps = _block(features)
         programs = max(1, min(_programs(x.device), triton.cdiv(tokens, rows)))
@@ -149,13 +151,7 @@ def _groups_of_rows(x_TD: Tensor) -> Tensor:
     """Return (groups, rows of a group, D) with contiguous features; copy only if necessary."""
     if x_TD.dim() == 3 and x_TD.stride(2) == 1 and x_TD.stride(0) != x_TD.shape[1] * x_TD.stride(1):
         return x_TD
-    return _rows(x_TD).unsqueeze(1)
-
-
-def _rows(x_TD: Tensor) -> Tensor:
-    """Return (rows, D) with contiguous features; copy only if no such view exists."""
-    rows = x_TD.reshape(-1, x_TD.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows_of(x_TD).unsqueeze(1)
 
 
 def _block(features: int) -> tuple[int, int, int]:
@@ -192,16 +188,16 @@ def _forward_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
-    mask = (row < tokens)[:, None] & (column < FEATURES)[None, :]
+    mask = mask_of(row < tokens, column < FEATURES)
     start = _row_starts(row, inner, group_stride, row_stride)
-    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + start[:, None] + column[None, :], mask)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / FEATURES + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < tokens)
-    weight = tl.load(weight_ptr + column, mask=column < FEATURES, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + column, column < FEATURES)
     if ZERO_CENTERED:
         weight += 1.0
     y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * FEATURES + column[None, :], y, mask=mask)
+    tl.store(rows_at(y_ptr, row.to(tl.int64), FEATURES, column), y, mask=mask)
 
 
 @triton.jit
@@ -238,7 +234,7 @@ def _backward_kernel(
     """Compute dx of ``program_rows`` consecutive rows, and their part of dw in registers."""
     column = tl.arange(0, BLOCK_D)
     real = column < FEATURES
-    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + column, real)
     if ZERO_CENTERED:
         weight += 1.0
     share = tl.zeros((BLOCK_D,), tl.float32)
@@ -246,26 +242,20 @@ def _backward_kernel(
     for start in tl.range(0, program_rows, ROWS, num_stages=STAGES):
         number = first + start + tl.arange(0, ROWS)
         row = number.to(tl.int64)
-        mask = (row < tokens)[:, None] & real[None, :]
+        mask = mask_of(row < tokens, real)
         x_start = _row_starts(number, inner, group_stride, row_stride)
-        x = tl.load(x_ptr + x_start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        rstd = tl.load(rstd_ptr + row, mask=row < tokens, other=0.0)[:, None]
+        x = load_fp32(x_ptr + x_start[:, None] + column[None, :], mask)
+        dy = load_fp32(rows_at(dy_ptr, row, dy_stride, column), mask)
+        rstd = load(rstd_ptr + row, row < tokens)[:, None]
         normed = x * rstd
         share += tl.sum(dy * normed, axis=0)
         d = dy * weight[None, :]
         dx = (d - normed * (tl.sum(d * normed, axis=1) / FEATURES)[:, None]) * rstd
         if d_residual_ptr is not None:
-            dx += tl.load(
-                d_residual_ptr + row[:, None] * d_residual_stride + column[None, :],
-                mask=mask,
-                other=0.0,
-            ).to(tl.float32)
+            dx += load_fp32(rows_at(d_residual_ptr, row, d_residual_stride, column), mask)
         tl.store(
-            dx_ptr + row[:, None] * FEATURES + column[None, :],
-            dx.to(dx_ptr.dtype.element_ty),
+            rows_at(dx_ptr, row, FEATURES, column),
+            dx,
             mask=mask,
         )
     tl.store(parts_ptr + tl.program_id(0) * FEATURES + column, share, mask=real)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "rope",
     (
-        Backend("triton", "megatron_packed.ops.rope.triton_kernel"),
+        GPUBackend("triton", "megatron_packed.ops.rope.triton_kernel"),
         Backend("reference", "megatron_packed.ops.rope.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.rope.on_meta"),

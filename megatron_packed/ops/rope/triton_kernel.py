@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.rope.api import RopeInputs
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, tile_of
 from megatron_packed.ops.triton_mode import fp32_reasons
 
 _HEADS_PER_PROGRAM = 4
@@ -152,13 +153,13 @@ def _rotate_kernel(
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < tokens
-    position = tl.load(position_ptr + token * position_stride, mask=live, other=0).to(tl.int64)
+    position = load(position_ptr + token * position_stride, live).to(tl.int64)
     inside = (position >= 0) & (position < positions)
     pair = tl.arange(0, BLOCK_R)
-    row = tl.where(inside, position, 0)[:, None] * PAIRS + pair[None, :]
-    mask = live[:, None] & (pair < PAIRS)[None, :]
-    cos = tl.where(inside[:, None], tl.load(cos_ptr + row, mask=mask, other=0.0), float("nan"))
-    sin = tl.where(inside[:, None], tl.load(sin_ptr + row, mask=mask, other=0.0), float("nan"))
+    row = tile_of(tl.where(inside, position, 0), PAIRS, pair)
+    mask = mask_of(live, pair < PAIRS)
+    cos = tl.where(inside[:, None], load(cos_ptr + row, mask), float("nan"))
+    sin = tl.where(inside[:, None], load(sin_ptr + row, mask), float("nan"))
     if BACKWARD:
         sin = -sin
     group = tl.program_id(1)
@@ -230,16 +231,14 @@ def _rotate_heads(
         if head < heads:
             source = x_ptr + (token * stride_t + head * stride_n)[:, None]
             target = out_ptr + ((token * heads + head) * HEAD_DIM)[:, None]
-            first = tl.load(source + pair[None, :] * stride_h, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(source + (pair + PAIRS)[None, :] * stride_h, mask=mask, other=0.0).to(
-                tl.float32
-            )
+            first = load_fp32(source + pair[None, :] * stride_h, mask)
+            second = load_fp32(source + (pair + PAIRS)[None, :] * stride_h, mask)
             turned = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
             tl.store(target + pair[None, :], turned, mask=mask)
             turned = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
             tl.store(target + (pair + PAIRS)[None, :], turned, mask=mask)
             if BLOCK_PASSED > 0:
                 passed = 2 * PAIRS + tl.arange(0, BLOCK_PASSED)
-                kept = live[:, None] & (passed < HEAD_DIM)[None, :]
-                x = tl.load(source + passed[None, :] * stride_h, mask=kept, other=0.0)
+                kept = mask_of(live, passed < HEAD_DIM)
+                x = load(source + passed[None, :] * stride_h, kept)
                 tl.store(target + passed[None, :], x, mask=kept)

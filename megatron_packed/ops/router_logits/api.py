@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 
 OP = Op(
     "router_logits",
     (
-        Backend("triton", "megatron_packed.ops.router_logits.triton_kernels"),
+        GPUBackend("triton", "megatron_packed.ops.router_logits.triton_kernels"),
         Backend("reference", "megatron_packed.ops.router_logits.reference"),
     ),
     on_meta=Backend("on_meta", "megatron_packed.ops.router_logits.on_meta"),

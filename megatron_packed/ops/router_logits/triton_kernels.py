@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.router_logits.api import RouterLogitsInputs, partial_sums
+from megatron_packed.ops.triton_loads import load, mask_of, rows_at
 from megatron_packed.ops.triton_mode import device_reasons
 
 _PARTS = 3
@@ -70,9 +71,7 @@ class _SplitProducts(torch.autograd.Function):
             dx_TD = input_gradient(dlogits_XTE, split(weight_ED), x_TD.dtype)
         if ctx.needs_input_grad[1]:
             parts_SED = weight_gradients(dlogits_XTE, x_TD)
-            main_grad = None if ctx.main_grad is None else ctx.main_grad.view(-1)
-            dweight = add_partial_sums(parts_SED.flatten(1), weight_ED.view(-1), main_grad)
-            dweight_ED = None if dweight is None else dweight.view_as(weight_ED)
+            dweight_ED = add_partial_sums(parts_SED, weight_ED, ctx.main_grad)
         return dx_TD, dweight_ED
 
 
@@ -163,7 +162,7 @@ def _split_kernel(x_ptr, parts_ptr, numel, BLOCK: tl.constexpr):
     """Write three bf16 parts of each number; each difference is exact in fp32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
-    rest = tl.load(x_ptr + at, mask=mask, other=0.0)
+    rest = load(x_ptr + at, mask)
     for part in tl.static_range(3):
         rounded = rest.to(tl.bfloat16)
         tl.store(parts_ptr + part * numel.to(tl.int64) + at, rounded, mask=mask)
@@ -189,22 +188,21 @@ def _logits_kernel(
     for start in range(0, CHANNELS, BLOCK_D):
         channel = start + tl.arange(0, BLOCK_D)
         here = channel < CHANNELS
-        x = tl.load(
-            x_ptr + token[:, None] * CHANNELS + channel[None, :],
-            mask=(token < tokens)[:, None] & here[None, :],
-            other=0.0,
+        x = load(
+            rows_at(x_ptr, token, CHANNELS, channel),
+            mask_of(token < tokens, here),
         )
         at = weight_ptr + expert[None, :] * CHANNELS + channel[:, None]
-        mask = here[:, None] & (expert < EXPERTS)[None, :]
+        mask = mask_of(here, expert < EXPERTS)
         # The small parts come first, so that they are added to a small sum.
-        block = tl.dot(x, tl.load(at + 2 * PART, mask=mask, other=0.0))
-        block = tl.dot(x, tl.load(at + PART, mask=mask, other=0.0), block)
-        block = tl.dot(x, tl.load(at, mask=mask, other=0.0), block)
+        block = tl.dot(x, load(at + 2 * PART, mask))
+        block = tl.dot(x, load(at + PART, mask), block)
+        block = tl.dot(x, load(at, mask), block)
         total += block
     tl.store(
-        logits_ptr + token[:, None] * EXPERTS + expert[None, :],
+        rows_at(logits_ptr, token, EXPERTS, expert),
         total,
-        mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :],
+        mask=mask_of(token < tokens, expert < EXPERTS),
     )
 
 
@@ -228,16 +226,16 @@ def _input_gradient_kernel(
     for start in range(0, EXPERTS, BLOCK_E):
         expert = start + tl.arange(0, BLOCK_E)
         here = expert < EXPERTS
-        at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
-        mask = (token < tokens)[:, None] & here[None, :]
-        high = tl.load(at, mask=mask, other=0.0)
-        middle = tl.load(at + part, mask=mask, other=0.0)
-        low = tl.load(at + 2 * part, mask=mask, other=0.0)
-        at_w = weight_ptr + expert[:, None] * CHANNELS + channel[None, :]
-        mask_w = here[:, None] & (channel < CHANNELS)[None, :]
-        high_w = tl.load(at_w, mask=mask_w, other=0.0)
-        middle_w = tl.load(at_w + PART, mask=mask_w, other=0.0)
-        low_w = tl.load(at_w + 2 * PART, mask=mask_w, other=0.0)
+        at = rows_at(dlogits_ptr, token, EXPERTS, expert)
+        mask = mask_of(token < tokens, here)
+        high = load(at, mask)
+        middle = load(at + part, mask)
+        low = load(at + 2 * part, mask)
+        at_w = rows_at(weight_ptr, expert, CHANNELS, channel)
+        mask_w = mask_of(here, channel < CHANNELS)
+        high_w = load(at_w, mask_w)
+        middle_w = load(at_w + PART, mask_w)
+        low_w = load(at_w + 2 * PART, mask_w)
         block = tl.dot(low, high_w)
         block = tl.dot(high, low_w, block)
         block = tl.dot(middle, middle_w, block)
@@ -246,9 +244,9 @@ def _input_gradient_kernel(
         block = tl.dot(high, high_w, block)
         total += block
     tl.store(
-        dx_ptr + token[:, None] * CHANNELS + channel[None, :],
-        total.to(dx_ptr.dtype.element_ty),
-        mask=(token < tokens)[:, None] & (channel < CHANNELS)[None, :],
+        rows_at(dx_ptr, token, CHANNELS, channel),
+        total,
+        mask=mask_of(token < tokens, channel < CHANNELS),
     )
 
 
@@ -276,16 +274,15 @@ def _weight_gradient_kernel(
         token = start + tl.arange(0, BLOCK_T).to(tl.int64)
         here = token < tokens
         # The tile of x is loaded in the transposed order.
-        x = tl.load(
+        x = load(
             x_ptr + token[None, :] * CHANNELS + channel[:, None],
-            mask=here[None, :] & (channel < CHANNELS)[:, None],
-            other=0.0,
+            here[None, :] & (channel < CHANNELS)[:, None],
         )
-        at = dlogits_ptr + token[:, None] * EXPERTS + expert[None, :]
-        mask = here[:, None] & (expert < EXPERTS)[None, :]
-        block = tl.dot(x, tl.load(at + 2 * part, mask=mask, other=0.0))
-        block = tl.dot(x, tl.load(at + part, mask=mask, other=0.0), block)
-        block = tl.dot(x, tl.load(at, mask=mask, other=0.0), block)
+        at = rows_at(dlogits_ptr, token, EXPERTS, expert)
+        mask = mask_of(here, expert < EXPERTS)
+        block = tl.dot(x, load(at + 2 * part, mask))
+        block = tl.dot(x, load(at + part, mask), block)
+        block = tl.dot(x, load(at, mask), block)
         total += block
     row = tl.program_id(2).to(tl.int64) * EXPERTS + expert
     tl.store(

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, Op
-from megatron_packed.ops.work import OpWork
+from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op, OpWork
+
+LARGEST_STATE = 256
+"""Largest size of a state that fits in the registers of this package's kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,11 @@ def _to_tune(inputs: SSDInputs) -> SSDInputs:
 OP = Op(
     "ssd",
     (
-        Backend("triton", "megatron_packed.ops.ssd.triton_kernels"),
-        Backend(
+        GPUBackend("triton", "megatron_packed.ops.ssd.triton_kernels"),
+        GPUBackend(
             "mamba_ssm",
             "megatron_packed.ops.ssd.mamba_ssm",
-            on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.mamba_ssm_on_meta"),
+            on_meta=Backend("mamba_ssm", "megatron_packed.ops.ssd.on_meta:MambaSSM"),
         ),
         Backend("reference", "megatron_packed.ops.ssd.reference"),
         Backend("recurrence", "megatron_packed.ops.ssd.recurrence", automatic=False),

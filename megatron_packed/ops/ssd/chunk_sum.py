@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.parameter_gradients import parameter_gradients
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
 
 _HEADS_PER_PROGRAM = 8
 
@@ -198,24 +199,22 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_L)
     t = chunk * L + i
     is_token = (i < L) & (t < tokens)
-    is_real = (n < heads)[:, None] & is_token[None, :]
+    is_real = mask_of(n < heads, is_token)
 
-    raw = tl.load(
-        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
-    ).to(tl.float32)
-    raw += tl.load(bias_ptr + n, mask=n < heads, other=0.0).to(tl.float32)[:, None]
+    raw = load_fp32(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, is_real)
+    raw += load_fp32(bias_ptr + n, n < heads)[:, None]
     step = tl.where(raw <= 20.0, _log1p(tl.exp(tl.minimum(raw, 20.0))), raw)
     step = tl.where(is_real, step, 0.0)
-    A = -tl.exp(tl.load(A_log_ptr + n, mask=n < heads, other=0.0).to(tl.float32))
+    A = -tl.exp(load_fp32(A_log_ptr + n, n < heads))
 
-    document = tl.load(seq_idx_ptr + t, mask=is_token, other=0)
-    before = tl.load(seq_idx_ptr + t - 1, mask=is_token & (t > 0), other=0)
+    document = load(seq_idx_ptr + t, is_token)
+    before = load(seq_idx_ptr + t - 1, is_token & (t > 0))
     starts = ((document != before) & is_token).to(tl.int32)
     starts = tl.broadcast_to(starts[None, :], (BLOCK_N, BLOCK_L))
     total, _ = tl.associative_scan((step * A[:, None], starts), 1, _restarting_add)
 
     out = (n[:, None] * chunks + chunk) * L + i[None, :]
-    is_stored = (n < heads)[:, None] & (i < L)[None, :]
+    is_stored = mask_of(n < heads, i < L)
     tl.store(step_ptr + out, step, mask=is_stored)
     tl.store(sum_ptr + out, total, mask=is_stored)
 
@@ -264,19 +263,17 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     t = chunk * L + i
     is_head = n < heads
     is_token = (i < L) & (t < tokens)
-    is_real = is_head[:, None] & is_token[None, :]
-    is_stored = is_head[:, None] & (i < L)[None, :]
+    is_real = mask_of(is_head, is_token)
+    is_stored = mask_of(is_head, i < L)
     at = (n[:, None] * chunks + chunk) * L + i[None, :]
 
     x = tl.arange(0, BLOCK_X)
     last_at = (n[:, None] * chunks + chunk) * stride_last_chunk + x[None, :]
-    d_last = tl.load(
-        d_last_sum_ptr + last_at, mask=is_head[:, None] & (x < LAST_SUMS)[None, :], other=0.0
-    )
+    d_last = load(d_last_sum_ptr + last_at, mask_of(is_head, x < LAST_SUMS))
     d_sum = _partial_sums(d_sum_ptr, at, size, is_stored, SUMS)
     d_sum += tl.where((i == L - 1)[None, :], tl.sum(d_last, axis=1)[:, None], 0.0)
-    document = tl.load(seq_idx_ptr + t, mask=is_token, other=0)
-    after = tl.load(seq_idx_ptr + t + 1, mask=is_token & (t + 1 < tokens), other=0)
+    document = load(seq_idx_ptr + t, is_token)
+    after = load(seq_idx_ptr + t + 1, is_token & (t + 1 < tokens))
     ends = ((document != after) & is_token & (t + 1 < tokens)).to(tl.int32)
     ends = tl.broadcast_to(ends[None, :], (BLOCK_N, BLOCK_L))
     d_log, _ = tl.associative_scan((d_sum, ends), 1, _restarting_add, reverse=True)
@@ -288,11 +285,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     if LOGS > 0:
         d_log += _partial_sums(d_log_ptr, at, size, is_stored, LOGS)
 
-    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
-    raw = tl.load(
-        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
-    ).to(tl.float32)
-    raw += tl.load(bias_ptr + n, mask=is_head, other=0.0).to(tl.float32)[:, None]
+    A = -tl.exp(load_fp32(A_log_ptr + n, is_head))
+    raw = load_fp32(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, is_real)
+    raw += load_fp32(bias_ptr + n, is_head)[:, None]
     d_step = d_log * A[:, None] + _partial_sums(d_step_ptr, at, size, is_stored, STEPS)
     d_raw = tl.where(raw <= 20.0, d_step * tl.sigmoid(raw), d_step)
     d_raw = tl.where(is_real, d_raw, 0.0)
@@ -300,7 +295,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         d_dt_ptr + n[:, None] * stride_d_head + t[None, :] * stride_d_token, d_raw, mask=is_real
     )
 
-    step = tl.load(step_ptr + at, mask=is_real, other=0.0)
+    step = load(step_ptr + at, is_real)
     d_D = tl.zeros((BLOCK_N,), tl.float32)
     for m in tl.static_range(DS_M):
         d_D += _partial_sums(d_D_ptr + m * stride_D_m, chunk * heads + n, stride_D_n, is_head, DS_N)
@@ -313,7 +308,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _partial_sums(pointer, at, stride, mask, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the values at ``at`` of COUNT tensors that are ``stride`` elements apart, in order."""
-    total = tl.load(pointer + at, mask=mask, other=0.0)
+    total = load(pointer + at, mask)
     for x in tl.static_range(1, COUNT):
-        total += tl.load(pointer + x * stride + at, mask=mask, other=0.0)
+        total += load(pointer + x * stride + at, mask)
     return total

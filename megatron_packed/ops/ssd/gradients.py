@@ -72,9 +72,15 @@ class Scan(NamedTuple):
         """Key of the tuning: sizes, dtype and device."""
         return (*self.sizes.values(), self.x.dtype, self.x.device)
 
-    def strides_of_inputs(self) -> dict[str, int]:
-        """Return the strides of x, dy, step sizes and sums, by the names of kernel arguments."""
+    def arguments(self) -> dict[str, Any]:
+        """Return x, dy, step sizes and sums, their strides and sizes, by the names of kernel arguments."""
         return {
+            "x_ptr": self.x,
+            "dout_ptr": self.dy,
+            "dt_ptr": self.step,
+            "dA_cumsum_ptr": self.total,
+            "batch": 1,
+            "seqlen": self.x.shape[1],
             **strides("x", self.x, *X),
             **strides("dout", self.dy, *X),
             **strides("dt", self.step, *NQL),
@@ -144,7 +150,7 @@ def inputs(
         partial sums ``(X, N, Q, L)`` of the gradient of the step sizes through dt x only, and
         partial sums ``(X, X, Q, N)`` of the gradient of D.
     """
-    (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
+    (heads, head_dim), (chunks, length) = scan.x.shape[2:], scan.step.shape[2:]
     kernel = _chunk_scan_chunk_state_bwd_dx_kernel
     most = most_tiles(kernel, head_dim)
     d_step = scan.step.new_empty(most, *scan.step.shape)
@@ -157,11 +163,7 @@ def inputs(
             heads,
         ),
         scan.size,
-        x_ptr=scan.x,
         cb_ptr=scores,
-        dout_ptr=scan.dy,
-        dt_ptr=scan.step,
-        dA_cumsum_ptr=scan.total,
         seq_idx_ptr=scan.seq_idx,
         D_ptr=D_N,
         b_ptr=scan.b,
@@ -170,10 +172,8 @@ def inputs(
         ddt_ptr=d_step,
         dD_ptr=d_D,
         **scan.sizes,
-        batch=1,
-        seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
-        **scan.strides_of_inputs(),
+        **scan.arguments(),
         # The kernel reads the transpose of the scores.
         **strides("cb", scores, "batch", "chunk", "head", "csize_k", "csize_m"),
         **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
@@ -290,7 +290,7 @@ def _project(kernel: Any, scan: Scan, **arguments: Any) -> Tensor:
 
 def scores(scan: Scan) -> Tensor:
     """Compute the gradient of ``C B^T`` inside each chunk, ``(1, Q, G, L, L)`` fp32."""
-    (_, tokens, heads, head_dim), groups = scan.x.shape, scan.b.shape[2]
+    (heads, head_dim), groups = scan.x.shape[2:], scan.b.shape[2]
     chunks, length = scan.step.shape[2:]
     per_program, splits = _split(scan)
     parts = scan.step.new_empty(1, chunks, splits, groups, length, length)
@@ -302,22 +302,16 @@ def scores(scan: Scan) -> Tensor:
             splits * groups,
         ),
         scan.size,
-        x_ptr=scan.x,
-        dout_ptr=scan.dy,
         cb_ptr=None,
-        dt_ptr=scan.step,
-        dA_cumsum_ptr=scan.total,
         seq_idx_ptr=scan.seq_idx,
         dcb_ptr=parts,
         ddA_cumsum_ptr=None,
         chunk_size=length,
         hdim=head_dim,
-        batch=1,
-        seqlen=tokens,
         nheads=heads,
         nheads_per_program=per_program,
         ngroups=groups,
-        **scan.strides_of_inputs(),
+        **scan.arguments(),
         **no_strides("cb", "batch", "chunk", "head", "csize_m", "csize_n"),
         **strides("seq_idx", scan.seq_idx, *SEQ_IDX),
         **strides("dcb", parts, "batch", "chunk", "split", "group", "csize_m", "csize_n"),
@@ -335,25 +329,19 @@ def logs(scan: Scan, scores: Tensor) -> Tensor:
     Returns:
         partial sums ``(X, N, Q, L)``.
     """
-    (_, tokens, heads, head_dim), (chunks, length) = scan.x.shape, scan.step.shape[2:]
+    (heads, head_dim), (chunks, length) = scan.x.shape[2:], scan.step.shape[2:]
     kernel = _chunk_scan_bwd_ddAcs_stable_kernel
     d_logs = scan.step.new_empty(most_tiles(kernel, length, "BLOCK_SIZE_M"), *scan.step.shape)
     blocks = launch(
         kernel,
         lambda meta: (triton.cdiv(length, meta["BLOCK_SIZE_M"]), chunks, heads),
         scan.size,
-        x_ptr=scan.x,
-        dout_ptr=scan.dy,
-        dt_ptr=scan.step,
-        dA_cumsum_ptr=scan.total,
         cb_ptr=scores,
         ddA_cumsum_ptr=d_logs,
         chunk_size=length,
         hdim=head_dim,
-        batch=1,
-        seqlen=tokens,
         nheads_ngroups_ratio=heads // scan.b.shape[2],
-        **scan.strides_of_inputs(),
+        **scan.arguments(),
         **strides("cb", scores, "batch", "chunk", "head", "csize_m", "csize_n"),
         **strides("ddA_cs", d_logs, "csize_m", "batch", "head", "chunk", "csize_n"),
         BLOCK_SIZE_K=block_of(head_dim),

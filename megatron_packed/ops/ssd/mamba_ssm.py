@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
+from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
 from megatron_packed.ops.ssd import gradients
 from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
@@ -155,15 +156,8 @@ class _Scan(torch.autograd.Function):
         chunk_size: int,
         slots: tuple[GradientSlot | None, ...],
     ) -> Tensor:
-        x_TNP, B_TGS, C_TGS = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
-        )
-        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
-        # autograd would report a modified saved tensor.
-        ctx.main_grads = tuple(
-            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
-            for parameter in (A_log_N, D_N, dt_bias_N)
-        )
+        x_TNP, B_TGS, C_TGS = map(adjacent, (x_TNP, B_TGS, C_TGS))
+        ctx.main_grads = main_grads_of(A_log_N, D_N, dt_bias_N)
         A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
         step_NQL, sum_NQL = chunk_sum_forward(dt_TN, A_log_N, dt_bias_N, seq_idx_1T, chunk_size)
         x, b, c, step, total = x_TNP[None], B_TGS[None], C_TGS[None], step_NQL[None], sum_NQL[None]

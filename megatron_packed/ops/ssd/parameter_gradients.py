@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at
+
 _HEADS_PER_PROGRAM = 8
 _CHUNKS_PER_STEP = 128
 
@@ -63,7 +65,7 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_head = n < heads
-    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
+    A = -tl.exp(load_fp32(A_log_ptr + n, is_head))
     _store_or_add(
         d_A_log_ptr + n,
         is_head,
@@ -90,13 +92,13 @@ def _chunk_total(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
     for start in range(0, chunks, BLOCK_Q):
         chunk = start + tl.arange(0, BLOCK_Q)
-        mask = (chunk < chunks)[:, None] & (n < heads)[None, :]
-        total += tl.load(parts_ptr + chunk[:, None] * heads + n[None, :], mask=mask, other=0.0)
+        mask = mask_of(chunk < chunks, n < heads)
+        total += load(rows_at(parts_ptr, chunk, heads, n), mask)
     return tl.sum(total, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_or_add(pointer, mask, value, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
     if ADD:
-        value += tl.load(pointer, mask=mask, other=0.0)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+        value += load(pointer, mask)
+    tl.store(pointer, value, mask=mask)

@@ -24,6 +24,7 @@ from megatron_packed.ops.ssd.chunk_sum import PartialSums
 from megatron_packed.ops.ssd.triton_loads import load_rows, load_tile, store_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
 from megatron_packed.ops.ssd.triton_token_gradients import token_gradients
+from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 _ROWS_PER_PROGRAM = 16
 
@@ -91,7 +92,7 @@ def _launch(
     sums: tuple[Tensor, ...],
 ) -> None:
     """Launch one program for each chunk, part of the heads of a group, part of the state, and C or B."""
-    (tokens, heads, head_dim), (groups, state_dim) = scan.x_TNP.shape, scan.B_TGS.shape[1:]
+    tokens, groups = len(scan.x_TNP), scan.B_TGS.shape[1]
     tiles = plan.tiles["gradients"]
     _state_gradients_kernel[(2 * tiles.parts * groups * plan.splits, plan.chunks)](
         *scan[:4],
@@ -107,19 +108,11 @@ def _launch(
         *scan.dy_TNP.stride()[:2],
         *out[0].stride()[-3:-1],
         *out[1].stride()[-3:-1],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s // tiles.parts,
         PARTS=tiles.parts,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
         SPLITS=plan.splits,
-        L=plan.length,
         FULL=plan.full,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants("gradients", scan.x_TNP, scan.B_TGS),
     )
 
 
@@ -268,25 +261,25 @@ def _gradient(
     s = part * BLOCK_S + tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     real = token < tokens - chunk * L
-    s_mask = real[:, None] & (s < S)[None, :]
+    s_mask = mask_of(real, s < S)
     plane = HEADS * chunks.to(tl.int64) * L
     a = load_rows(a_ptr, start, a_stride, token, s, s_mask, FULL)
     gradient = tl.zeros((L, BLOCK_S), dtype=tl.float32)
     v_ptr += start * v_stride
-    v_tile = token[:, None] * v_stride + p[None, :]
-    state_tile = p[:, None] * S + s[None, :]
+    v_tile = tile_of(token, v_stride, p)
+    state_tile = tile_of(p, S, s)
     for number in tl.range(COUNT * BLOCKS, num_stages=STAGES):
         head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
         block = number % BLOCKS
         channel = block * BLOCK_P + p
-        p_mask = real[:, None] & (channel < P)[None, :]
+        p_mask = mask_of(real, channel < P)
         row = head * chunks * L + start
         factor = tl.load(factors_ptr + (2 + SIDE) * plane + row + token)
         if SIDE == 1:
             step = tl.load(factors_ptr + row + token)
             factor *= step
         at = (chunk * HEADS + head) * (P * S) + block * (BLOCK_P * S)
-        state_mask = (channel < P)[:, None] & (s < S)[None, :]
+        state_mask = mask_of(channel < P, s < S)
         state = load_tile(with_ptr + at, state_tile, state_mask, FULL)
         values = load_tile(v_ptr + head * v_head_stride + block * BLOCK_P, v_tile, p_mask, FULL)
         scaled = (values.to(tl.float32) * factor[:, None]).to(values.dtype)
@@ -307,7 +300,7 @@ def _gradient(
             diagonal = tl.where(p[:, None] == p[None, :], squares, 0.0)
             tl.store(d_last_ptr + last_at, keep * tl.sum(diagonal, axis=1))
     other = load_rows(other_ptr, start, other_stride, token, s, s_mask, FULL)
-    d_scores = tl.load(d_scores_ptr + (token[:, None] * L + token[None, :]))
+    d_scores = tl.load(d_scores_ptr + (tile_of(token, L, token)))
     if SIDE == 0:
         d_scores = tl.trans(d_scores)
     gradient = tl.dot(d_scores, other, gradient)
@@ -334,17 +327,17 @@ def _add_kernel(
     """Add the sums of all programs of a group, in order: those of B if the third index is 0, else of C."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (t < tokens)[:, None] & (column < COLUMNS)[None, :]
-    at = t[:, None] * COLUMNS + column[None, :]
+    mask = mask_of(t < tokens, column < COLUMNS)
+    at = tile_of(t, COLUMNS, column)
     plane = tokens.to(tl.int64) * COLUMNS
     total = tl.zeros((BLOCK_T, BLOCK), dtype=tl.float32)
     if tl.program_id(2) == 0:
         for split in tl.static_range(SPLITS):
-            total += tl.load(db_parts_ptr + split * plane + at, mask=mask, other=0.0)
-        to = t[:, None] * db_stride + (column // S * db_group_stride + column % S)[None, :]
-        tl.store(db_ptr + to, total.to(db_ptr.dtype.element_ty), mask=mask)
+            total += load(db_parts_ptr + split * plane + at, mask)
+        to = tile_of(t, db_stride, column // S * db_group_stride + column % S)
+        tl.store(db_ptr + to, total, mask=mask)
     else:
         for split in tl.static_range(SPLITS):
-            total += tl.load(dc_parts_ptr + split * plane + at, mask=mask, other=0.0)
-        to = t[:, None] * dc_stride + (column // S * dc_group_stride + column % S)[None, :]
-        tl.store(dc_ptr + to, total.to(dc_ptr.dtype.element_ty), mask=mask)
+            total += load(dc_parts_ptr + split * plane + at, mask)
+        to = tile_of(t, dc_stride, column // S * dc_group_stride + column % S)
+        tl.store(dc_ptr + to, total, mask=mask)

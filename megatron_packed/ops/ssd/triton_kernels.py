@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
-from megatron_packed.ops.ssd.api import SSDInputs, inputs_of
+from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
+from megatron_packed.ops.ssd.api import LARGEST_STATE, SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward
 from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradients
@@ -33,7 +34,7 @@ from megatron_packed.ops.ssd.triton_states import (
     states_of_segments,
 )
 from megatron_packed.ops.ssd.triton_steps import STEP, chunk_factors
-from megatron_packed.ops.ssd.triton_tiles import LARGEST_STATE, plan_of
+from megatron_packed.ops.ssd.triton_tiles import plan_of
 from megatron_packed.ops.triton_mode import device_reasons
 
 DTYPES = (torch.bfloat16,)
@@ -101,15 +102,8 @@ class _SegmentedScan(torch.autograd.Function):
         slots: tuple[GradientSlot | None, ...],
         part: PartOfPack | None,
     ) -> Tensor:
-        x_TNP, B_TGS, C_TGS = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (x_TNP, B_TGS, C_TGS)
-        )
-        # Do not pass the gradient buffers to save_for_backward: backward writes to them, and
-        # autograd would report a modified saved tensor.
-        ctx.main_grads = tuple(
-            getattr(parameter, "main_grad", None) if parameter.requires_grad else None
-            for parameter in (A_log_N, D_N, dt_bias_N)
-        )
+        x_TNP, B_TGS, C_TGS = map(adjacent, (x_TNP, B_TGS, C_TGS))
+        ctx.main_grads = main_grads_of(A_log_N, D_N, dt_bias_N)
         ctx.slots = slots
         ctx.part = part
         A_log_N, D_N, dt_bias_N = A_log_N.contiguous(), D_N.contiguous(), dt_bias_N.contiguous()
@@ -143,8 +137,7 @@ class _SegmentedScan(torch.autograd.Function):
             ctx.saved_tensors
         )
         (before_1, entering_NPS), part = part_tensors, ctx.part
-        if dy_TNP.stride(-1) != 1:
-            dy_TNP = dy_TNP.contiguous()
+        dy_TNP = adjacent(dy_TNP)
         dx_TNP, ddt_TN, dB_TGS, dC_TGS = map(gradient_like, (x_TNP, dt_TN, B_TGS, C_TGS), ctx.slots)
         plan = plan_of(inputs_of(x_TNP, B_TGS, C_TGS, 1))
         factors_4NQL, first_QL = chunk_factors(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_packed.ops.triton_loads import load, tile_of
+
 
 @triton.jit
 def load_tile(ptr, tile, mask, FULL: tl.constexpr):
@@ -13,7 +15,7 @@ def load_tile(ptr, tile, mask, FULL: tl.constexpr):
     if FULL:
         value = tl.load(ptr + tile)
     else:
-        value = tl.load(ptr + tile, mask=mask, other=0.0)
+        value = load(ptr + tile, mask)
     return value
 
 
@@ -21,15 +23,15 @@ def load_tile(ptr, tile, mask, FULL: tl.constexpr):
 def store_tile(ptr, tile, value, mask, FULL: tl.constexpr):
     """Store the elements ``tile`` in the dtype of ``ptr``; FULL as for `load_tile`."""
     if FULL:
-        tl.store(ptr + tile, value.to(ptr.dtype.element_ty))
+        tl.store(ptr + tile, value)
     else:
-        tl.store(ptr + tile, value.to(ptr.dtype.element_ty), mask=mask)
+        tl.store(ptr + tile, value, mask=mask)
 
 
 @triton.jit
 def load_rows(ptr, start, stride, token, column, mask, FULL: tl.constexpr = False):
     """Load the columns ``column`` of the rows ``start + token``; mask and FULL as for `load_tile`."""
-    tile = token[:, None] * stride + column[None, :]
+    tile = tile_of(token, stride, column)
     return load_tile(ptr + start * stride, tile, mask, FULL)
 
 
@@ -37,8 +39,8 @@ def load_rows(ptr, start, stride, token, column, mask, FULL: tl.constexpr = Fals
 def store_rows(ptr, start, stride, token, column, mask, value):
     """Store a tile in the columns ``column`` of the rows ``start + token``, in the dtype of ``ptr``."""
     base = ptr + start * stride
-    tile = token[:, None] * stride + column[None, :]
-    tl.store(base + tile, value.to(ptr.dtype.element_ty), mask=mask)
+    tile = tile_of(token, stride, column)
+    tl.store(base + tile, value, mask=mask)
 
 
 @triton.jit

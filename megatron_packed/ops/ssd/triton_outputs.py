@@ -26,6 +26,7 @@ from megatron_packed.ops.ssd.triton_loads import (
     store_tile,
 )
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.triton_loads import mask_of, tile_of
 
 
 def outputs(
@@ -86,9 +87,10 @@ def _scan(
 ) -> None:
     """Launch one program for each segment, head and block of channels."""
     x_TNP, B_TGS, C_TGS = tensors[:3]
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = plan.tiles["inputs" if reverse else "outputs"]
-    uses_descriptors = tiles.descriptors and plan.full and all(map(_copied_by_engine, tensors[:3]))
+    tokens, heads, _ = x_TNP.shape
+    kernel = "inputs" if reverse else "outputs"
+    described = plan.tiles[kernel].descriptors
+    uses_descriptors = described and plan.full and all(map(_copied_by_engine, tensors[:3]))
     if uses_descriptors:
         columns = (plan.block_p, plan.block_s, plan.block_s)
         descriptors = [_descriptor(x, plan.length, n) for x, n in zip(tensors[:3], columns)]
@@ -104,18 +106,10 @@ def _scan(
         *B_TGS.stride()[:2],
         *C_TGS.stride()[:2],
         *out_TNP.stride()[:2],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s,
         DESCRIBED=uses_descriptors,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
-        L=plan.length,
         REVERSE=reverse,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants(kernel, x_TNP, B_TGS),
     )
 
 
@@ -182,8 +176,8 @@ def _scan_kernel(
     factor_base = factors_ptr + head * chunks * L
     skip = tl.load(d_ptr + head).to(tl.float32)
     at = (segment * HEADS + head) * (P * S)
-    state_tile = p[:, None] * S + s[None, :]
-    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    state_tile = tile_of(p, S, s)
+    state_mask = mask_of(p < P, s < S)
     state = load_tile(entering_ptr + at, state_tile, state_mask, DESCRIBED)
     b_first = group * b_group_stride
     c_first = group * c_group_stride
@@ -200,7 +194,7 @@ def _scan_kernel(
             out = states_ptr + (chunk * HEADS + head) * (P * S)
             store_tile(out, state_tile, state, state_mask, DESCRIBED)
         # A tile is read from shared memory where it is loaded here, so late loads save registers.
-        tile_mask = real[:, None] & (s < S)[None, :]
+        tile_mask = mask_of(real, s < S)
         c = _rows(c_ptr, c_first, start, c_stride, token, s, tile_mask, DESCRIBED)
         y = tl.dot(state.to(c.dtype), tl.trans(c))
         b = _rows(b_ptr, b_first, start, b_stride, token, s, tile_mask, DESCRIBED)
@@ -208,7 +202,7 @@ def _scan_kernel(
         beginning = tl.load(first_ptr + start + token)
         scores = _decayed(scores, total, step, token, beginning, REVERSE)
         y *= enter[None, :]
-        mask = real[:, None] & (p < P)[None, :]
+        mask = mask_of(real, p < P)
         x = _rows(x_ptr, x_first, start, x_stride, token, p - p_first, mask, DESCRIBED)
         y = tl.dot(tl.trans(x), scores.to(x.dtype), y)
         wide = tl.trans(x).to(tl.float32)

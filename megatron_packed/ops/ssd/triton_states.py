@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_packed.ops.ssd.triton_loads import add_products, load_rows, load_tile, store_tile
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 _PASSED_PER_PROGRAM = 256
 
@@ -174,8 +175,9 @@ def _walk(
     precise: bool,
 ) -> None:
     """Launch one program for each segment, head, block of channels and part of the state."""
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles = plan.tiles["sums" if states_QNPS is None else "states"]
+    tokens, heads, _ = x_TNP.shape
+    kernel = "sums" if states_QNPS is None else "states"
+    tiles = plan.tiles[kernel]
     _walk_kernel[(heads * plan.blocks * tiles.parts, plan.segments)](
         x_TNP,
         B_TGS,
@@ -188,21 +190,13 @@ def _walk(
         plan.chunks_per_segment,
         *x_TNP.stride()[:2],
         *B_TGS.stride()[:2],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s // tiles.parts,
         PARTS=tiles.parts,
         FULL=plan.full,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
-        L=plan.length,
         REVERSE=reverse,
         CHUNKS=states_QNPS is not None,
         PRECISE=precise,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants(kernel, x_TNP, B_TGS),
     )
 
 
@@ -250,8 +244,8 @@ def _walk_kernel(
     p = (place % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     s = part * BLOCK_S + tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
-    state_tile = p[:, None] * S + s[None, :]
-    state_mask = (p < P)[:, None] & (s < S)[None, :]
+    state_tile = tile_of(p, S, s)
+    state_mask = mask_of(p < P, s < S)
     x_tile = token[None, :] * x_stride + p[:, None]
     x_base = x_ptr + head * x_head_stride
     b_base = b_ptr + (head // HEADS_PER_GROUP) * b_group_stride
@@ -260,7 +254,7 @@ def _walk_kernel(
     at = (segment * HEADS + head) * (P * S)
     decay = 1.0
     if CHUNKS:
-        state = tl.load(states_ptr + at + state_tile, mask=state_mask, other=0.0)
+        state = load(states_ptr + at + state_tile, state_mask)
     else:
         state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
     chunk = first
@@ -276,9 +270,9 @@ def _walk_kernel(
             following = tl.maximum(chunk - 1, 0)
         start = chunk.to(tl.int64) * L
         real = token < tokens - chunk * L
-        x_mask = (p < P)[:, None] & real[None, :]
+        x_mask = mask_of(p < P, real)
         x = load_tile(x_base + start * x_stride, x_tile, x_mask, FULL)
-        b = load_rows(b_base, start, b_stride, token, s, real[:, None] & (s < S)[None, :], FULL)
+        b = load_rows(b_base, start, b_stride, token, s, mask_of(real, s < S), FULL)
         if REVERSE:
             factor = tl.load(factor_base + 2 * plane + start + token)
         else:
@@ -313,7 +307,7 @@ def _pass_kernel(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state = tl.zeros((BLOCK,), dtype=tl.float32)
     if first_ptr is not None:
-        state = tl.load(first_ptr + head * size + channel, mask=channel < size, other=0.0)
+        state = load(first_ptr + head * size + channel, channel < size)
     for done in tl.range(segments, num_stages=3):
         segment = done
         if REVERSE:
@@ -321,8 +315,8 @@ def _pass_kernel(
         # No segment follows the last one, so its own state is not needed.
         row = segment.to(tl.int64) * HEADS + head
         needed = tl.where(done + 1 < segments, size, 0)
-        added = tl.load(states_ptr + row * size + channel, mask=channel < needed, other=0.0)
-        decay = tl.load(decays_ptr + row, mask=needed > 0, other=0.0)
+        added = load(states_ptr + row * size + channel, channel < needed)
+        decay = load(decays_ptr + row, needed > 0)
         tl.store(states_ptr + row * size + channel, state, mask=channel < size)
         state = state * decay + added
 
@@ -349,7 +343,7 @@ def _sum_up_kernel(
     product = 1.0
     for _ in tl.range(rows, num_stages=1):
         decay = tl.load(decays_ptr)
-        state = state * decay + tl.load(states_ptr, mask=channel < size, other=0.0)
+        state = state * decay + load(states_ptr, channel < size)
         product *= decay
         states_ptr += state_step
         decays_ptr += decay_step

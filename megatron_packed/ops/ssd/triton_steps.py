@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_packed.ops.ssd.chunk_sum import _log1p, _restarting_add
+from megatron_packed.ops.triton_loads import load, load_fp32, mask_of
 
 STEP, SUM, ENTER, REST = range(4)
 """Planes of the result of `chunk_factors`."""
@@ -90,18 +91,16 @@ def _factors_kernel(
     t = chunk * L + i
     is_token = t < tokens
     is_head = n < heads
-    is_real = is_head[:, None] & is_token[None, :]
-    raw = tl.load(
-        dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, mask=is_real, other=0.0
-    ).to(tl.float32)
-    raw += tl.load(bias_ptr + n, mask=is_head, other=0.0).to(tl.float32)[:, None]
+    is_real = mask_of(is_head, is_token)
+    raw = load_fp32(dt_ptr + n[:, None] * stride_head + t[None, :] * stride_token, is_real)
+    raw += load_fp32(bias_ptr + n, is_head)[:, None]
     step = tl.where(raw <= 20.0, _log1p(tl.exp(tl.minimum(raw, 20.0))), raw)
     step = tl.where(is_real, step, 0.0)
-    A = -tl.exp(tl.load(A_log_ptr + n, mask=is_head, other=0.0).to(tl.float32))
+    A = -tl.exp(load_fp32(A_log_ptr + n, is_head))
 
     # Positions after the last token belong to the last document.
     document = tl.load(seq_idx_ptr + tl.minimum(t, tokens - 1))
-    before = tl.load(seq_idx_ptr + t - 1, mask=is_token & (t > 0), other=0)
+    before = load(seq_idx_ptr + t - 1, is_token & (t > 0))
     starts = ((document != before) & is_token).to(tl.int32)
     starts = tl.broadcast_to(starts[None, :], (BLOCK_N, L))
     total, _ = tl.associative_scan((step * (A * _LOG2_E)[:, None], starts), 1, _restarting_add)
@@ -118,7 +117,7 @@ def _factors_kernel(
 
     out = factors_ptr + (n[:, None] * chunks + chunk) * L + i[None, :]
     plane = heads * chunks.to(tl.int64) * L
-    mask = is_head[:, None] & (i < L)[None, :]
+    mask = mask_of(is_head, i < L)
     tl.store(out, step, mask=mask)
     tl.store(out + plane, total, mask=mask)
     tl.store(out + 2 * plane, enter, mask=mask)

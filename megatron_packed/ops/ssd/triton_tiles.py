@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megatron_packed.ops.ssd.api import SSDInputs
 
 LENGTH = 64
 """Tokens of a chunk, L."""
-LARGEST_STATE = 256
 _SMALLEST_BLOCK = 64
 """Smallest side of a tile: tensor cores of Hopper multiply 64 rows at a time."""
 _PROGRAMS = 256
@@ -78,6 +79,22 @@ class Plan(NamedTuple):
     """Programs that share the heads of a group in the launch of gradients."""
     full: bool
     """All tiles are complete, so that no load or store needs a mask."""
+
+    def constants(self, kernel: str, x_TNP: Tensor, B_TGS: Tensor) -> dict[str, int | None]:
+        """Return the constants of a kernel's launch that several kernels have."""
+        (heads, head_dim), (groups, state_dim) = x_TNP.shape[1:], B_TGS.shape[1:]
+        size = self.tiles[kernel]
+        return {
+            "P": head_dim,
+            "S": state_dim,
+            "BLOCK_P": self.block_p,
+            "HEADS": heads,
+            "HEADS_PER_GROUP": heads // groups,
+            "L": self.length,
+            "STAGES": size.stages,
+            "num_warps": size.warps,
+            "maxnreg": size.registers,
+        }
 
 
 def plan_of(inputs: SSDInputs) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_packed.ops.ssd.triton_loads import load_rows
 from megatron_packed.ops.ssd.triton_tiles import Plan
+from megatron_packed.ops.triton_loads import mask_of, rows_at
 
 
 def token_gradients(
@@ -34,8 +35,7 @@ def token_gradients(
     Returns:
         ``(Q, G * K, L, L)`` in the dtype of x. The rows are the earlier tokens, those of B.
     """
-    (tokens, heads, head_dim), (groups, state_dim) = x_TNP.shape, B_TGS.shape[1:]
-    tiles, programs = plan.tiles["tokens"], groups * plan.splits
+    tokens, programs = len(x_TNP), B_TGS.shape[1] * plan.splits
     shape = (plan.chunks, programs, plan.length, plan.length)
     d_scores_QKLL = torch.empty(shape, dtype=x_TNP.dtype, device=x_TNP.device)
     _token_gradients_kernel[(programs, plan.chunks)](
@@ -53,18 +53,10 @@ def token_gradients(
         *B_TGS.stride()[:2],
         *C_TGS.stride()[:2],
         *dy_TNP.stride()[:2],
-        P=head_dim,
-        S=state_dim,
-        BLOCK_P=plan.block_p,
         BLOCK_S=plan.block_s,
-        HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
         SPLITS=plan.splits,
-        L=plan.length,
         FULL=plan.full,
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        maxnreg=tiles.registers,
+        **plan.constants("tokens", x_TNP, B_TGS),
     )
     return d_scores_QKLL
 
@@ -113,7 +105,7 @@ def _token_gradients_kernel(
     s = tl.arange(0, BLOCK_S)
     token = tl.arange(0, L)
     real = token < tokens - chunk * L
-    s_mask = real[:, None] & (s < S)[None, :]
+    s_mask = mask_of(real, s < S)
     plane = HEADS * chunks.to(tl.int64) * L
     b = load_rows(b_ptr + group * b_group_stride, start, b_stride, token, s, s_mask)
     c = load_rows(c_ptr + group * c_group_stride, start, c_stride, token, s, s_mask)
@@ -126,7 +118,7 @@ def _token_gradients_kernel(
         head = group * HEADS_PER_GROUP + split * COUNT + number // BLOCKS
         block = number % BLOCKS
         channel = block * BLOCK_P + p
-        p_mask = real[:, None] & (channel < P)[None, :]
+        p_mask = mask_of(real, channel < P)
         row = head * chunks * L + start
         step = tl.load(factors_ptr + row + token)
         total = tl.load(factors_ptr + plane + row + token)
@@ -149,7 +141,7 @@ def _token_gradients_kernel(
         tl.store(d_skip_ptr + (block * chunks + chunk) * HEADS + head, tl.sum(d_skip, axis=0))
     low = tl.where(pairs, d_scores, 0.0).to(d_scores_ptr.dtype.element_ty)
     at = d_scores_ptr + (chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (L * L)
-    tl.store(at + token[:, None] * L + token[None, :], low)
+    tl.store(rows_at(at, token, L, token), low)
 
 
 @triton.jit

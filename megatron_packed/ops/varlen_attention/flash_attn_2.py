@@ -13,7 +13,7 @@ import torch
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     WIDEST_HEAD,
     AttentionCall,
     VarlenAttentionInputs,

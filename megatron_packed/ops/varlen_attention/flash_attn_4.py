@@ -11,7 +11,7 @@ from __future__ import annotations
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     WIDEST_HEAD,
     WIDEST_HEAD_OF_FLASH_ATTN_4_AFTER_HOPPER,
     AttentionCall,

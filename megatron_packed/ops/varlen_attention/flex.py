@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_packed import torch_private
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     OP,
     WIDEST_HEAD,
     AttentionCall,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_packed.ops.on_meta import Memory, Workspace, of_shape, workspace
-from megatron_packed.ops.varlen_attention.backends import AttentionCall
+from megatron_packed.ops.varlen_attention.api import AttentionCall
 
 _BLOCK = 128
 """Multiple of rows to which backward pads the sums of each document."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_packed.ops.varlen_attention.backends import AttentionCall
+from megatron_packed.ops.varlen_attention.api import AttentionCall
 from megatron_packed.ops.varlen_attention.tables import document_numbers
 
 BLOCK = 256

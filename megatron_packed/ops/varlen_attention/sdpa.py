@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_packed.ops.varlen_attention.backends import AttentionCall, VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.api import AttentionCall, VarlenAttentionInputs
 from megatron_packed.ops.varlen_attention.tables import MaskTable
 
 _LONGEST = 16384

@@ -10,8 +10,7 @@ Shapes: T token slots, B = T / 128 blocks of 128 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +20,34 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class BlockTables:
+class KernelTables:
+    """Tables for one window size; each backend that reads tables has a class of them."""
+
+    window_size: int | None = field(kw_only=True)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors, without the window size, in the order of the fields."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
+    def copy_from(self, other: KernelTables) -> None:
+        """Copy the tables of another packing with the same T and window into these tensors.
+
+        All tensors keep their addresses, so a captured graph reads the new contents.
+
+        Raises:
+            ValueError: the tables differ in class or window.
+        """
+        if type(self) is not type(other) or self.window_size != other.window_size:
+            raise ValueError(
+                f"Tables of type {type(other).__name__} with window {other.window_size} cannot refill "
+                f"{type(self).__name__} with window {self.window_size}; pass tables of the same type and window."
+            )
+        for own, new in zip(self.tensors(), other.tensors(), strict=True):
+            own.copy_(new)
+
+
+@dataclass(frozen=True)
+class BlockTables(KernelTables):
     """FlexAttention's block lists for causal attention inside documents.
 
     Partial blocks have hidden and visible pairs and are masked element by element. Full blocks have
@@ -46,23 +72,11 @@ class BlockTables:
     """int32 (1, 1, B): number of full query blocks of each key block."""
     full_q_index: Tensor
     """int32 (1, 1, B, B): full query blocks of each key block."""
-    window_size: int | None = field(kw_only=True)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors, without the window size, in the order of the fields."""
-        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     @classmethod
     def from_tensors(cls, tensors: tuple[Tensor, ...], window_size: int | None) -> BlockTables:
         """Build tables from the result of ``tensors``."""
         return cls(*tensors, window_size=window_size)
-
-    def copy_from(self, other: BlockTables) -> None:
-        """Copy the tables of another packing with the same T and window into these tensors.
-
-        All tensors keep their addresses, so a captured graph reads the new contents.
-        """
-        _copy_tensors(self, other)
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return FlexAttention's element mask.
@@ -84,52 +98,24 @@ class BlockTables:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskTable:
+class MaskTable(KernelTables):
     """Boolean (T, T) mask of one micro-batch (T^2 bytes), True if the query (row) sees the key."""
 
     mask_TT: Tensor
-    window_size: int | None
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the mask as a tuple of one tensor."""
-        return (self.mask_TT,)
-
-    def copy_from(self, other: MaskTable) -> None:
-        """Copy the mask of another packing with the same T and window into this tensor."""
-        _copy_tensors(self, other)
 
 
-class KernelTables(Protocol):
-    """Tables for one window size; each backend that reads tables has a class of them."""
-
-    @property
-    def window_size(self) -> int | None: ...
-
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-
-_TABLES: dict[str, type[BlockTables | MaskTable]] = {"flex": BlockTables, "sdpa": MaskTable}
-"""Backend -> tables that it reads."""
+TABLES: dict[str, type[BlockTables | MaskTable]] = {"flex": BlockTables, "sdpa": MaskTable}
+"""Backend -> tables that it reads; all other backends read none."""
 
 
 def build_tables(
     backend: str, seq_idx_1T: Tensor, window_size: int | None
-) -> BlockTables | MaskTable | None:
-    """Build the tables of ``backend`` for one micro-batch; return None if it reads no tables."""
+) -> BlockTables | MaskTable:
+    """Build the tables of a backend of `TABLES` for one micro-batch."""
     if backend == "flex":
         return build_block_tables(seq_idx_1T, window_size)
-    if backend == "sdpa":
-        return MaskTable(
-            mask_TT=visible_pairs(seq_idx_1T.view(-1), window_size), window_size=window_size
-        )
-    return None
-
-
-def fits(backend: str, tables: KernelTables | None, window_size: int | None) -> bool:
-    """Return True if ``tables`` are those that a backend reads for a window, or if it reads none."""
-    if backend not in _TABLES:
-        return True
-    return isinstance(tables, _TABLES[backend]) and tables.window_size == window_size
+    mask_TT = visible_pairs(seq_idx_1T.view(-1), window_size)
+    return MaskTable(mask_TT=mask_TT, window_size=window_size)
 
 
 def document_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -194,15 +180,3 @@ def _ordered(dense_BB: Tensor) -> tuple[Tensor, Tensor]:
         torch.int32
     )
     return number_B[None, None].contiguous(), index_BB[None, None].contiguous()
-
-
-def _copy_tensors(target: BlockTables | MaskTable, source: BlockTables | MaskTable) -> None:
-    if type(target) is not type(source) or target.window_size != source.window_size:
-        raise ValueError(
-            f"Tables of type {type(source).__name__} with window {source.window_size} cannot refill "
-            f"{type(target).__name__} with window {target.window_size}; pass tables of the same type and window."
-        )
-    for member in fields(target):
-        value = getattr(target, member.name)
-        if isinstance(value, Tensor):
-            value.copy_(getattr(source, member.name))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     WIDEST_HEAD,
     AttentionCall,
     VarlenAttentionInputs,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention import dot_product_attention as te_attention
 
-from megatron_packed.ops.varlen_attention.backends import (
+from megatron_packed.ops.varlen_attention.api import (
     WIDEST_HEAD,
     AttentionCall,
     VarlenAttentionInputs,

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
-from megatron_packed.ops.varlen_attention import backends
-from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
-from megatron_packed.ops.varlen_attention.backends import OP
+from megatron_packed.ops.varlen_attention import api as backends
+from megatron_packed.ops.varlen_attention.api import OP, prepare_tables, varlen_attention
 from support.gpu_checks import (
     PACKINGS,
     T,

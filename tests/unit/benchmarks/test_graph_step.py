@@ -81,7 +81,7 @@ def test_the_comparison_sees_a_replay_of_other_metadata():
             return graph, result
 
     ours = graph_step.Ours(TINY, CPU)
-    capture_sizes = graph_step.CaptureSizes.of([4], TINY["T"])
+    capture_sizes = graph_step.CaptureSizes.from_capacities([4], TINY["T"])
     ours.capture(capture_sizes, LENGTHS, Stale())
     batches = [
         [graph_step.host_batch(TINY, row, n, size, CPU) for n, row in enumerate(LENGTHS)]

@@ -9,6 +9,7 @@ import graph_runs
 import prepare_real
 import train_real
 from support.benchmark_inputs import with_python
+from support.json_lines import read_json
 from train_real import largest_over_running_median
 
 
@@ -22,7 +23,7 @@ def test_archive_holds_two_parts_of_each_set(archive, tmp_path):
     assert (len(train), len(valid)) == (47, 3)
     assert sorted(train + valid) == sorted(prepare_real.read(tmp_path / "text.jsonl"))
     assert len(prepare_real.read(tmp_path / "out/sgd_chat/train.jsonl.gz")) == 80
-    tokenizer = json.loads((tmp_path / "out/sgd_chat/tokenizer/tokenizer.json").read_text())
+    tokenizer = read_json(tmp_path / "out/sgd_chat/tokenizer/tokenizer.json")
     assert 300 < len(tokenizer["model"]["vocab"]) <= 320
 
 
@@ -56,7 +57,7 @@ def test_runs_are_compared_and_a_run_without_graphs_fails(
     monkeypatch.setattr(graph_runs, "STRIDE", 1)
     with pytest.raises(SystemExit, match="replays plus fallbacks differ from the micro-batches"):
         run_script("graph_runs", archive, "sgd_chat", "--quick", "--device", "cpu")
-    results = json.loads((tmp_path / "graph_runs.json").read_text())["results"]
+    results = read_json(tmp_path / "graph_runs.json")["results"]
     found = results["equal"]["sgd_chat"]
     assert (
         found["steps"] == 4 and found["steps_that_differ"] == found["validations_that_differ"] == 0

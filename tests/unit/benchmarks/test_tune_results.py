@@ -1,13 +1,14 @@
 """Predictions of `tune` against runs on an H200, from the committed results. Nothing runs on a GPU."""
 
-import json
 from pathlib import Path
+
+from support.json_lines import read_json
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def test_predictions_are_within_a_tenth_and_nothing_fell_back() -> None:
-    measured = json.loads((RESULTS / "tune_prediction.json").read_text())
+    measured = read_json(RESULTS / "tune_prediction.json")
     assert "H200" in measured["device"]
     for rows in measured["results"].values():
         assert len({row["capacity"] for row in rows}) >= 3
@@ -23,7 +24,7 @@ def test_capacities_of_the_first_epoch_hold_whole_runs_on_real_documents() -> No
 
     `tune` recommends these capacities, and `auto` uses them.
     """
-    runs = json.loads((RESULTS / "graph_runs.json").read_text())["results"]["epochs"]
+    runs = read_json(RESULTS / "graph_runs.json")["results"]["epochs"]
     assert set(runs) >= {
         f"{name} {slots}" for name in ("docs_longtail", "sgd_chat") for slots in (8192, 32768)
     }

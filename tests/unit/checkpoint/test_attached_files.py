@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packed.checkpoint import attached_files
+from megatron_packed.checkpoint import save as save_module
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint, read_attachments
 from megatron_packed.checkpoint.manifest import read_manifest
@@ -81,7 +81,7 @@ def test_damage_is_named_and_the_previous_checkpoint_is_taken(tmp_path, tools, k
 
 
 def test_a_text_that_is_too_large_is_refused_before_a_save(tmp_path, tools, monkeypatch):
-    monkeypatch.setattr(attached_files, "MAX_ATTACHED_BYTES", 8)
+    monkeypatch.setattr(save_module, "MAX_ATTACHED_BYTES", 8)
     with pytest.raises(CheckpointError, match=r"tokenizer.json has 15 bytes, and .* at most 8"):
         save(tmp_path, 1, tools, TEXTS)
     assert not list(tmp_path.glob("step_*"))

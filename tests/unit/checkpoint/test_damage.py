@@ -21,7 +21,8 @@ from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
-from megatron_packed.checkpoint.shard_file import ShardReader, to_hex
+from megatron_packed.checkpoint.shard_file import to_hex
+from megatron_packed.checkpoint.shard_reader import ShardReader
 from megatron_packed.checkpoint.tensor_shard import TensorShard, split_replicated, whole_tensors
 from megatron_packed.files.checksums import crc32c
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_packed.checkpoint.directory_lock import claim_directory
+from megatron_packed.checkpoint.directory import claim_directory
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import whole_tensors
@@ -25,7 +25,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, tools):
 def test_a_run_waits_for_the_end_of_a_previous_run(tmp_path, monkeypatch):
     first = claim_directory(tmp_path)
     monkeypatch.setattr(
-        "megatron_packed.checkpoint.directory_lock.time.sleep", lambda seconds: first.close()
+        "megatron_packed.checkpoint.directory.time.sleep", lambda seconds: first.close()
     )
     claim_directory(tmp_path).close()
 

@@ -5,6 +5,7 @@ This includes a forged manifest with a correct hash.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,65 +58,63 @@ def test_every_bit_of_a_sealed_file_counts():
         unseal(data + b"\n", HERE)
 
 
-def change(path: str, value):
-    """Return a function that sets one field of the manifest, given as e.g. ``files.0.name``."""
-
-    def apply(fields: dict) -> None:
-        *way, last = path.split(".")
-        place = fields
-        for key in way:
-            place = place[int(key)] if isinstance(place, list) else place[key]
-        place[int(last) if isinstance(place, list) else last] = value
-
-    return apply
+def change(fields: dict, path: str, value) -> None:
+    """Set one field of the manifest, given as e.g. ``files.0.name``."""
+    *way, last = path.split(".")
+    place = fields
+    for key in way:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    place[int(last) if isinstance(place, list) else last] = value
 
 
-FORGED = {
+FORGED: dict[str, tuple[str, Any, str]] = {
     "traversal": (
-        change("files.0.name", "../rank_00000.safetensors"),
+        "files.0.name",
+        "../rank_00000.safetensors",
         "not a plain name inside the checkpoint",
     ),
-    "absolute": (change("files.0.name", "/etc/passwd"), "not a plain name inside the checkpoint"),
-    "hidden": (change("files.0.name", ".lock"), "not a plain name inside the checkpoint"),
-    "dots": (change("files.0.name", ".."), "not a plain name inside the checkpoint"),
-    "newline": (change("files.0.name", "a\n"), "not a plain name inside the checkpoint"),
-    "NUL": (change("files.0.name", "a\0b"), "not a plain name inside the checkpoint"),
-    "same file twice": (change("files.1.name", "rank_00000.safetensors"), "a file is listed twice"),
-    "format": (change("format", "megatron_packed checkpoint 2"), "the format is unknown"),
-    "step is a string": (change("step", "10"), "field 'step'"),
-    "step is a bool": (change("step", True), "field 'step'"),
-    "negative step": (change("step", -1), "field 'step'"),
-    "no tensors": (change("tensors", []), "field 'tensors'"),
-    "metadata": (change("metadata", None), "field 'metadata'"),
-    "file is a list": (change("files.0", []), "expected a JSON object"),
-    "algorithm": (change("files.0.algorithm", "none"), "is inconsistent"),
-    "checksum missing": (change("files.0.block_checksums", []), "is inconsistent"),
-    "checksum is a number": (change("files.0.block_checksums.0", 7), "is inconsistent"),
-    "checksum in capitals": (change("files.0.header_checksum", "ABCDEF01"), "is inconsistent"),
-    "huge block": (change("files.0.block_bytes", 1 << 40), "is inconsistent"),
-    "zero block": (change("files.0.block_bytes", 0), "is inconsistent"),
-    "header past the end": (change("files.0.header_bytes", 1 << 24), "is inconsistent"),
-    "size": (change("files.1.size", 1 << 61), "is inconsistent"),
-    "tensor name": (change("tensors.a[b", {}), "a name that is not allowed"),
-    "dtype": (change("tensors.half.dtype", "F99"), "shape or dtype of tensor half"),
-    "shape": (change("tensors.half.shape", [-5, -3]), "shape or dtype of tensor half"),
+    "absolute": ("files.0.name", "/etc/passwd", "not a plain name inside the checkpoint"),
+    "hidden": ("files.0.name", ".lock", "not a plain name inside the checkpoint"),
+    "dots": ("files.0.name", "..", "not a plain name inside the checkpoint"),
+    "newline": ("files.0.name", "a\n", "not a plain name inside the checkpoint"),
+    "NUL": ("files.0.name", "a\0b", "not a plain name inside the checkpoint"),
+    "same file twice": ("files.1.name", "rank_00000.safetensors", "a file is listed twice"),
+    "format": ("format", "megatron_packed checkpoint 2", "the format is unknown"),
+    "step is a string": ("step", "10", "field 'step'"),
+    "step is a bool": ("step", True, "field 'step'"),
+    "negative step": ("step", -1, "field 'step'"),
+    "no tensors": ("tensors", [], "field 'tensors'"),
+    "metadata": ("metadata", None, "field 'metadata'"),
+    "file is a list": ("files.0", [], "expected a JSON object"),
+    "algorithm": ("files.0.algorithm", "none", "is inconsistent"),
+    "checksum missing": ("files.0.block_checksums", [], "is inconsistent"),
+    "checksum is a number": ("files.0.block_checksums.0", 7, "is inconsistent"),
+    "checksum in capitals": ("files.0.header_checksum", "ABCDEF01", "is inconsistent"),
+    "huge block": ("files.0.block_bytes", 1 << 40, "is inconsistent"),
+    "zero block": ("files.0.block_bytes", 0, "is inconsistent"),
+    "header past the end": ("files.0.header_bytes", 1 << 24, "is inconsistent"),
+    "size": ("files.1.size", 1 << 61, "is inconsistent"),
+    "tensor name": ("tensors.a[b", {}, "a name that is not allowed"),
+    "dtype": ("tensors.half.dtype", "F99", "shape or dtype of tensor half"),
+    "shape": ("tensors.half.shape", [-5, -3], "shape or dtype of tensor half"),
     "more elements than bytes": (
-        change("tensors.step.shape", [1 << 40]),
+        "tensors.step.shape",
+        [1 << 40],
         "ranges of tensor step end early",
     ),
-    "hole": (change("tensors.half.ranges", [[1, 15, 0]]), "starts at 0"),
-    "overlap": (change("tensors.half.ranges", [[0, 9, 0], [8, 15, 0]]), "starts at 9"),
-    "beyond the end": (change("tensors.half.ranges", [[0, 16, 0]]), "ends at 15 or before"),
-    "no such file": (change("tensors.half.ranges", [[0, 15, 2]]), "do not cover its 15 elements"),
-    "file -1": (change("tensors.half.ranges", [[0, 15, -1]]), "do not cover"),
-    "other file": (change("tensors.step.ranges", [[0, 1, 0]]), "do not fill the file"),
+    "hole": ("tensors.half.ranges", [[1, 15, 0]], "starts at 0"),
+    "overlap": ("tensors.half.ranges", [[0, 9, 0], [8, 15, 0]], "starts at 9"),
+    "beyond the end": ("tensors.half.ranges", [[0, 16, 0]], "ends at 15 or before"),
+    "no such file": ("tensors.half.ranges", [[0, 15, 2]], "do not cover its 15 elements"),
+    "file -1": ("tensors.half.ranges", [[0, 15, -1]], "do not cover"),
+    "other file": ("tensors.step.ranges", [[0, 1, 0]], "do not fill the file"),
 }
 
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_manifest_with_a_right_seal_is_refused(kind, fields):
-    apply, message = FORGED[kind]
-    apply(fields)
+    path, value, message = FORGED[kind]
+    change(fields, path, value)
     with pytest.raises(CheckpointError, match=message):
         decode_manifest(seal(fields), HERE)
 
@@ -139,28 +138,30 @@ def test_a_symbolic_link_and_a_pipe_are_no_manifest(tmp_path, tools):
     ("parts", "message"),
     [
         (
-            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [1, 4])}],
+            [([4], "F32", [0, 2]), ([4], "F32", [1, 4])],
             "do not cover its 4 elements once each",
         ),
         (
-            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F32", [3, 4])}],
+            [([4], "F32", [0, 2]), ([4], "F32", [3, 4])],
             "do not cover its 4 elements once each",
         ),
-        ([{"w": ([4], "F32", [0, 2])}, {}], "end early: expected 4 elements, found 2"),
+        ([([4], "F32", [0, 2]), None], "end early: expected 4 elements, found 2"),
         (
-            [{"w": ([4], "F32", [0, 2])}, {"w": ([2, 2], "F32", [2, 4])}],
+            [([4], "F32", [0, 2]), ([2, 2], "F32", [2, 4])],
             r"rank 1 .* disagree on tensor w",
         ),
         (
-            [{"w": ([4], "F32", [0, 2])}, {"w": ([4], "F16", [2, 4])}],
+            [([4], "F32", [0, 2]), ([4], "F16", [2, 4])],
             r"expected F32 \[4\], found F16 \[4\]",
         ),
     ],
 )
 def test_ranks_must_hold_every_element_exactly_once(parts, message):
-    def held(part):
-        return {name: {"shape": s, "dtype": d, "ranges": [r]} for name, (s, d, r) in part.items()}
+    def merge(parts):
+        names = ("shape", "dtype", "ranges")
+        held = [{"w": dict(zip(names, (*part[:2], [part[2]])))} if part else {} for part in parts]
+        merge_tensors(held, HERE)
 
-    merge_tensors([held({"w": ([4], "F32", [2, 4])}), held({"w": ([4], "F32", [0, 2])})], HERE)
+    merge([([4], "F32", [2, 4]), ([4], "F32", [0, 2])])
     with pytest.raises(CheckpointError, match=message):
-        merge_tensors([held(part) for part in parts], HERE)
+        merge(parts)

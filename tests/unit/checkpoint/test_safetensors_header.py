@@ -55,6 +55,11 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes():
     }
 
 
+def one(*description, **changes) -> bytes:
+    """Return a forged file with one tensor."""
+    return forge({"a": tensor(*description, **changes)})
+
+
 FORGED = {
     "length 2**60": (struct.pack("<Q", 1 << 60) + b"{}", "the header length is out of range"),
     "length past the end": (
@@ -80,22 +85,22 @@ FORGED = {
     "overlap": (forge({"a": tensor(), "b": tensor(offsets=(4, 12))}, bytes(12)), "overlaps"),
     "same bytes": (forge({"a": tensor(), "b": tensor()}), "overlaps"),
     "hole": (forge({"a": tensor(offsets=(8, 16))}, bytes(16)), "leaves a gap"),
-    "past the end": (forge({"a": tensor(shape=(4,), offsets=(0, 16))}), "do not fill the file"),
+    "past the end": (one(shape=(4,), offsets=(0, 16)), "do not fill the file"),
     "bytes left over": (forge({"a": tensor()}, bytes(9)), "do not fill the file"),
-    "shape lies": (forge({"a": tensor(shape=(3,))}), "expected 12"),
-    "dtype lies": (forge({"a": tensor("F64")}), "expected 16"),
-    "dtype unknown": (forge({"a": tensor("F7")}), "the dtype of tensor 'a'"),
-    "dtype is a list": (forge({"a": tensor(["F32"])}), "the dtype of tensor 'a'"),
-    "negative size": (forge({"a": tensor(shape=(-2, -1))}), "the shape of tensor 'a'"),
-    "size overflows": (forge({"a": tensor(shape=(1 << 63, 2))}), "the shape of tensor 'a'"),
+    "shape lies": (one(shape=(3,)), "expected 12"),
+    "dtype lies": (one("F64"), "expected 16"),
+    "dtype unknown": (one("F7"), "the dtype of tensor 'a'"),
+    "dtype is a list": (one(["F32"]), "the dtype of tensor 'a'"),
+    "negative size": (one(shape=(-2, -1)), "the shape of tensor 'a'"),
+    "size overflows": (one(shape=(1 << 63, 2)), "the shape of tensor 'a'"),
     "product overflows": (
-        forge({"a": tensor(shape=(1 << 61, 1 << 61, 4, 2))}),
+        one(shape=(1 << 61, 1 << 61, 4, 2)),
         "the byte count of tensor 'a'",
     ),
-    "size is a bool": (forge({"a": tensor(shape=(True, 2))}), "the shape of tensor 'a'"),
-    "size is a float": (forge({"a": tensor(shape=(2.0,))}), "the shape of tensor 'a'"),
-    "offsets backwards": (forge({"a": tensor(offsets=(8, 0))}), "the data offsets of tensor 'a'"),
-    "one offset": (forge({"a": tensor(offsets=(8,))}), "the data offsets of tensor 'a'"),
+    "size is a bool": (one(shape=(True, 2)), "the shape of tensor 'a'"),
+    "size is a float": (one(shape=(2.0,)), "the shape of tensor 'a'"),
+    "offsets backwards": (one(offsets=(8, 0)), "the data offsets of tensor 'a'"),
+    "one offset": (one(offsets=(8,)), "the data offsets of tensor 'a'"),
     "unaligned": (
         forge({"a": tensor("U8", (1,), (0, 1)), "b": tensor(offsets=(1, 9))}, bytes(9)),
         "a multiple of 4",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_packed.checkpoint.directory_lock import RootLock
+from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.latest_hint import read_hint
 from megatron_packed.checkpoint.load import find_checkpoints, load_checkpoint

@@ -12,6 +12,8 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.inputs.plan_packs import plan_training
+from support import commands
+from support.json_lines import write_texts
 
 SFT = ["--sft", "--seq-length", "64"]
 
@@ -172,8 +174,7 @@ def test_over_long_conversations_keep_their_last_answer_by_default(tmp_path, cap
             0 < targets["targets_truncated"] < targets["targets_in"]
             and targets["documents_without_targets"] == 0
         )
-    assert main(["tune", *map(str, argv), "--json"]) == 0
-    accounts = json.loads(capsys.readouterr().out)["accounts"]
+    accounts = commands.report(capsys, "tune", *argv)["accounts"]
     assert accounts["targets_truncated"] == found["training"]["targets"]["targets_truncated"]
     model = ["--hybrid-layer-pattern", "-", "--hidden-size", "64", "--num-attention-heads", "4"]
     assert main(["plan", *model, *map(str, argv)]) == 0
@@ -210,9 +211,7 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
 def test_text_loses_no_token_whatever_the_micro_batch_size(tmp_path, capsys):
     """The micro-batch size does not change which tokens are trained on, as in Megatron."""
     text = tmp_path / "text.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": "a" * length}) + "\n" for length in (999, 10, 300, 64, 700))
-    )
+    write_texts(text, ("a" * length for length in (999, 10, 300, 64, 700)))
     argv = ["--data-path", text, "--seq-length", 64]
     for samples in (1, 4):
         found = as_json(capsys, *argv, "--micro-batch-size", samples)["training"]

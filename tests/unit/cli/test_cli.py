@@ -24,7 +24,9 @@ from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import OF_A_STEP
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
+from support.commands import exit_code
 from support.explained import explain
+from support.json_lines import write_lines, write_texts
 
 MODEL = [
     "--hybrid-layer-pattern",
@@ -46,20 +48,10 @@ MODEL = [
 LOOP = ["--lr", "1e-3", "--train-iters", "3", "--seq-length", "64"]
 
 
-def exit_code(argv):
-    """Return the exit code of a command, also if the parser of the configuration ends the process."""
-    try:
-        return main([str(word) for word in argv])
-    except SystemExit as ended:
-        return ended.code
-
-
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": "a" * length}) + "\n" for length in (100, 31, 30, 20, 5))
-    )
+    write_texts(path, ("a" * length for length in (100, 31, 30, 20, 5)))
     return ["--data-path", path, "--data-cache-path", tmp_path / "cache"]
 
 
@@ -84,7 +76,7 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
 
 
 def test_packing_reports_the_data_and_its_packs(data, capsys):
-    assert exit_code(["packing", *data, "--seq-length", 64]) == 0
+    assert exit_code("packing", *data, "--seq-length", 64) == 0
     lines, documents, packs, per_pack, tokens, targets, epoch = capsys.readouterr().out.splitlines()
     # Each document has one end-of-document token: 101 + 32 + 31 + 21 + 6 tokens. The first document
     # is split into 64 and 37.
@@ -109,7 +101,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(data, monkeypatch):
     os.close(reading)
     with os.fdopen(writing, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        assert exit_code(["packing", *data, "--seq-length", 64]) == 141
+        assert exit_code("packing", *data, "--seq-length", 64) == 141
 
 
 @pytest.mark.parametrize(
@@ -168,14 +160,14 @@ def test_an_absent_package_ends_a_command_with_one_sentence(name, monkeypatch, c
     "more, said", [((), " (unused without --eval-interval)"), (("--eval-interval", 2), "")]
 )
 def test_packing_says_who_validates_as_the_run_does(more, said, data, capsys):
-    assert exit_code(["packing", *data, "--seq-length", 64, "--split", "80,20", *more]) == 0
+    assert exit_code("packing", *data, "--seq-length", 64, "--split", "80,20", *more) == 0
     line = f"Divided by --split 80,20, in file order: 4 documents train, 1 validate{said}, 0 are left out."
     assert line in capsys.readouterr().out.splitlines()
 
 
 def test_packing_refuses_a_tokenizer_that_training_refuses(data, capsys):
     """The cure fits weights that were converted, whose tables have a fixed number of rows."""
-    assert exit_code(["packing", *data, "--seq-length", 64, "--vocab-size", 256]) == 3
+    assert exit_code("packing", *data, "--seq-length", 64, "--vocab-size", 256) == 3
     said = capsys.readouterr().err
     assert (
         "--vocab-size 256 is less than the 260 entries of the tokenizer. Weights that were" in said
@@ -185,9 +177,9 @@ def test_packing_refuses_a_tokenizer_that_training_refuses(data, capsys):
 
 
 def test_packing_obeys_the_packing_flags(data, capsys):
-    assert exit_code(["packing", *data, "--seq-length", 64, "--overlong-policy", "drop"]) == 0
+    assert exit_code("packing", *data, "--seq-length", 64, "--overlong-policy", "drop") == 0
     assert "+ 101 dropped (1 documents)" in capsys.readouterr().out
-    assert exit_code(["packing", *data, "--seq-length", 64, "--max-documents-per-pack", 1]) == 0
+    assert exit_code("packing", *data, "--seq-length", 64, "--max-documents-per-pack", 1) == 0
     assert "6 packs of 64 slots" in capsys.readouterr().out
 
 
@@ -196,7 +188,7 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
     tokens take 64, 32, 32, 24 and 8 of 64 slots.
     """
     ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p", "--overlong-policy", "truncate"]
-    assert exit_code(["packing", *data, "--seq-length", 64, *ring]) == 0
+    assert exit_code("packing", *data, "--seq-length", 64, *ring) == 0
     *_, padding, _ = capsys.readouterr().out.splitlines()
     assert padding.startswith(
         "Documents begin at multiples of 8 slots: 6 slots (3.12%) are padding after documents"
@@ -214,31 +206,31 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
         "--workers",
         1,
     ]
-    assert exit_code(made) == 0
+    assert exit_code(*made) == 0
     said = capsys.readouterr().out
     assert (
         "5 documents, 191 tokens" in said and f"written: {tmp_path}/out/d_text_document.bin" in said
     )
     assert (
         exit_code(
-            ["packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64]
+            "packing", "--data-path", tmp_path / "out" / "d_text_document", "--seq-length", 64
         )
         == 0
     )
     assert "3 packs of 64 slots, 99.48% full" in capsys.readouterr().out
-    assert exit_code([*made, "--json-keys", "title"]) == 3
+    assert exit_code(*made, "--json-keys", "title") == 3
     assert "5 missing_key" in capsys.readouterr().err
-    assert exit_code([*made, "--split-sentences"]) == 2
+    assert exit_code(*made, "--split-sentences") == 2
     pages = tmp_path / "pages.jsonl"
     pages.write_text('{"page": {"body": ["abc", "de"]}}\n' * 2)
     made[2] = pages
-    assert exit_code([*made, "--data-fields", "text=page.body"]) == 0
+    assert exit_code(*made, "--data-fields", "text=page.body") == 0
     assert "2 documents, 14 tokens" in capsys.readouterr().out
     for wrong in (
         ["--data-fields", "text=page.body", "--json-keys", "text"],
         ["--data-fields", "prompt=page.body,completion=page"],
     ):
-        assert exit_code([*made, *wrong]) == 2
+        assert exit_code(*made, *wrong) == 2
         assert "preprocess writes text; give --data-fields text=FIELD" in capsys.readouterr().err
 
 
@@ -247,11 +239,11 @@ def test_preprocess_names_the_tokenizer_that_it_trained(data, tmp_path, capsys):
     prefix = tmp_path / "out" / "d"
     made = ["preprocess", "--input", data[1], "--output-prefix", prefix, "--append-eod"]
     trained = ["--tokenizer-type", "TrainedBPETokenizer", "--tokenizer-vocab-size", 270]
-    assert exit_code([*made, "--workers", 1, *trained]) == 0
+    assert exit_code(*made, "--workers", 1, *trained) == 0
     [flags] = re.findall(r"^Train on these files with (.*)$", capsys.readouterr().out, re.MULTILINE)
     read = ["packing", "--data-path", f"{prefix}_text_document", "--seq-length", 64]
-    assert exit_code([*read, *trained]) == 3
-    assert exit_code([*read, *flags.split()]) == 0
+    assert exit_code(*read, *trained) == 3
+    assert exit_code(*read, *flags.split()) == 0
 
 
 @pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])
@@ -270,9 +262,7 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
             10,
         ]
     text = tmp_path / "d.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": "7 " * length + "8"}) + "\n" for length in (20, 5, 9))
-    )
+    write_texts(text, ("7 " * length + "8" for length in (20, 5, 9)))
     made = [
         "preprocess",
         "--input",
@@ -284,11 +274,11 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
         1,
         *flags,
     ]
-    assert exit_code(made) == 0
+    assert exit_code(*made) == 0
     assert "3 documents" in capsys.readouterr().out
     said = []
     for path in (text, tmp_path / "d_text_document"):
-        assert exit_code(["packing", "--data-path", path, "--seq-length", 64, *flags]) == 0
+        assert exit_code("packing", "--data-path", path, "--seq-length", 64, *flags) == 0
         said.append(capsys.readouterr().out.splitlines()[-3:])
     assert said[0] == said[1]
     run = [
@@ -309,10 +299,10 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
     expected = tokenizer.decode(
         generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
-    assert exit_code(["generate", *run, "--prompt", "7 8", "--max-new-tokens", 5]) == 0
+    assert exit_code("generate", *run, "--prompt", "7 8", "--max-new-tokens", 5) == 0
     assert capsys.readouterr().out == visible(expected) + "\n"
     if kind == "NullTokenizer":
-        assert exit_code(["generate", *run, "--prompt", "seven"]) == 3
+        assert exit_code("generate", *run, "--prompt", "seven") == 3
         assert "'seven' is not a number below 300" in capsys.readouterr().err
 
 
@@ -348,7 +338,7 @@ def test_generate_stops_where_answers_end(form, stops, tmp_path, monkeypatch, ca
         model,
     ]
     save_checkpoint([*MODEL, *LOOP, *flags, "--save", tmp_path], 3, 1256)
-    assert exit_code(["generate", *MODEL, *LOOP, *flags, "--prompt", "7"]) == 0
+    assert exit_code("generate", *MODEL, *LOOP, *flags, "--prompt", "7") == 0
     assert seen == [stops]
     printed = capsys.readouterr()
     assert printed.out == "\n" and printed.err == (
@@ -382,7 +372,7 @@ def test_packing_fills_in_only_what_is_missing():
 
 @pytest.mark.parametrize("policy, code", [("error", 3), ("drop", 3), ("truncate", 0)])
 def test_data_that_cannot_be_packed_is_a_data_error(tmp_path, policy, code, capsys):
-    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a" * 100}) + "\n")
+    write_texts(tmp_path / "long.jsonl", ["a" * 100])
     argv = [
         "packing",
         "--data-path",
@@ -392,12 +382,12 @@ def test_data_that_cannot_be_packed_is_a_data_error(tmp_path, policy, code, caps
         "--overlong-policy",
         policy,
     ]
-    assert exit_code(argv) == code
+    assert exit_code(*argv) == code
     assert ("data error: " in capsys.readouterr().err) == (code == 3)
 
 
 def test_wrong_flags_are_all_reported(capsys):
-    assert exit_code(["packing", "--seq-lenth", 64, "--data-path", "nowhere"]) == 2
+    assert exit_code("packing", "--seq-lenth", 64, "--data-path", "nowhere") == 2
     problems = capsys.readouterr().err
     assert "--seq-lenth" in problems and "nowhere" in problems and "2 problems" in problems
 
@@ -409,7 +399,7 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     expected = tokenizer.decode(
         generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
-    assert exit_code(["generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5]) == 0
+    assert exit_code("generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5) == 0
     assert capsys.readouterr().out == visible(expected) + "\n"
 
 
@@ -423,7 +413,7 @@ def test_generate_answers_several_prompts(run_flags, tmp_path, monkeypatch, caps
     drawn = ["--temperature", 2, "--top-p", 0.9]
     outputs = []
     for flags in ([], drawn, drawn, [*drawn, "--seed", 5]):
-        assert exit_code([*several, *flags]) == 0
+        assert exit_code(*several, *flags) == 0
         outputs.append(capsys.readouterr().out)
     lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
     assert [line["prompt"] for line in lines[0]] == ["the", "once", "two"]
@@ -431,9 +421,9 @@ def test_generate_answers_several_prompts(run_flags, tmp_path, monkeypatch, caps
     assert outputs[1] == outputs[2] and len({outputs[0], outputs[1], outputs[3]}) == 3
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for flags, answers in (([], lines[0]), (drawn, lines[1])):
-        assert exit_code([*command, *flags]) == 0
+        assert exit_code(*command, *flags) == 0
         assert capsys.readouterr().out == visible(answers[0]["answer"]) + "\n"
-    assert exit_code(several) == 0
+    assert exit_code(*several) == 0
     shown = visible(lines[0][2]["answer"])
     assert capsys.readouterr().out.endswith(f"\n3. two\n{shown}\n(expected: 2)\n\n")
 
@@ -453,7 +443,7 @@ def test_wrong_options_of_generate_are_one_sentence(run_flags, capsys):
         (["--prompt", "a", "--temperature", -1], 2, "--temperature is -1.0; give 0 for the most"),
         (["--prompts-file", "absent"], 3, "data error: absent cannot be read: No such file"),
     ):
-        assert exit_code([*command, *flags]) == code
+        assert exit_code(*command, *flags) == code
         *_, line = capsys.readouterr().err.splitlines()
         assert line.startswith(problem)
 
@@ -471,8 +461,7 @@ def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsy
     said = []
     for more in ([], layout):
         assert (
-            exit_code(["generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5])
-            == 0
+            exit_code("generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5) == 0
         )
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
@@ -494,12 +483,12 @@ def test_generate_needs_its_checkpoint_alone(run_flags, capsys):
         [*least, "--data-path", "elsewhere.jsonl"],
         [*run_flags, "--prompt", "the"],
     ):
-        assert exit_code(["generate", *flags, "--max-new-tokens", 5]) == 0
+        assert exit_code("generate", *flags, "--max-new-tokens", 5) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
-    assert exit_code(["generate", *least[len(MODEL) :], "--max-new-tokens", 5]) == 0
+    assert exit_code("generate", *least[len(MODEL) :], "--max-new-tokens", 5) == 0
     assert capsys.readouterr().out == said[0]
-    assert exit_code(["generate", *least, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
+    assert exit_code("generate", *least, "--tokenizer-type", "TrainedBPETokenizer") == 2
     assert "--data-path is required" in capsys.readouterr().err
 
 
@@ -516,7 +505,7 @@ def test_a_gpu_that_is_not_here_is_reported(command, run_flags, tmp_path, capsys
         more = {"generate": ["--prompt", "a"], "tune": ["--measure", tmp_path / "costs.json"]}[
             command
         ]
-        assert exit_code([command, *flags, *more]) == 2
+        assert exit_code(command, *flags, *more) == 2
     assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
 
 
@@ -525,7 +514,7 @@ def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
     flags = ["auto" if word == "cpu" else word for word in run_flags]
     save_checkpoint(run_flags, 3)
     assert (
-        exit_code(["generate", *flags, "--attention-backend", "torch_varlen", "--prompt", "a"]) == 2
+        exit_code("generate", *flags, "--attention-backend", "torch_varlen", "--prompt", "a") == 2
     )
     said = capsys.readouterr().err
     assert (
@@ -535,33 +524,31 @@ def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
 
 
 def test_generate_without_a_checkpoint(run_flags, capsys):
-    assert exit_code(["generate", *run_flags, "--prompt", "the"]) == 4
+    assert exit_code("generate", *run_flags, "--prompt", "the") == 4
     assert "checkpoint error" in capsys.readouterr().err
     at_load = run_flags.index("--load")
-    assert exit_code(["generate", *run_flags[:at_load], "--prompt", "the"]) == 2
+    assert exit_code("generate", *run_flags[:at_load], "--prompt", "the") == 2
     assert "--load is required" in capsys.readouterr().err
 
 
 def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys):
     rope = [*run_flags, "--position-embedding-type", "rope"]
     save_checkpoint(rope, seed=7)
-    assert exit_code(["generate", *rope, "--prompt", "the", "--max-new-tokens", 61]) == 0
-    assert exit_code(["generate", *rope, "--prompt", "the", "--max-new-tokens", 62]) == 2
+    assert exit_code("generate", *rope, "--prompt", "the", "--max-new-tokens", 61) == 0
+    assert exit_code("generate", *rope, "--prompt", "the", "--max-new-tokens", 62) == 2
     assert "64 positions" in capsys.readouterr().err
 
 
 def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys):
     save_checkpoint(run_flags, seed=7)
     assert (
-        exit_code(
-            ["generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a"]
-        )
+        exit_code("generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a")
         == 4
     )
     problem = capsys.readouterr().err
     assert "--squared-relu is on, and the checkpoint was made with off" in problem
     assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
-    assert exit_code(["generate", *run_flags, "--bf16", "--prompt", "a"]) == 4
+    assert exit_code("generate", *run_flags, "--bf16", "--prompt", "a") == 4
     assert (
         "was trained without --bf16, and a load does not change precisions; leave it out in this run too"
         in capsys.readouterr().err
@@ -584,11 +571,11 @@ def test_report(tmp_path, capsys):
         "skipped": False,
         "plan_hash": "f00",
     }
-    log.write_text(json.dumps(step) + "\n")
-    assert exit_code(["report", log]) == 0
+    write_lines(log, [step])
+    assert exit_code("report", log) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "log.html")
     assert (
-        exit_code(["report", log, "--out", tmp_path / "r" / "page.html", "--title", "A <run>"]) == 0
+        exit_code("report", log, "--out", tmp_path / "r" / "page.html", "--title", "A <run>") == 0
     )
     assert "<h1>A &lt;run&gt;</h1>" in (tmp_path / "r" / "page.html").read_text()
 
@@ -623,18 +610,14 @@ def test_plot(tmp_path, capsys):
             }
             for step in range(1, steps + 1)
         ]
-        (tmp_path / name / "log.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        write_lines(tmp_path / name / "log.jsonl", lines)
     assert (
         exit_code(
-            [
-                "plot",
-                tmp_path / "a<b",
-                tmp_path / "c" / "log.jsonl",
-                "--out",
-                tmp_path / "p" / "q.html",
-            ]
+            "plot",
+            tmp_path / "a<b",
+            tmp_path / "c" / "log.jsonl",
+            "--out",
+            tmp_path / "p" / "q.html",
         )
         == 0
     )
@@ -665,7 +648,7 @@ def test_plot(tmp_path, capsys):
     )  # wide tables scroll on a phone
     tree = ElementTree.fromstring(page[page.index('<div class="charts">') : page.index("</html>")])
     assert len(tree.findall("figure")) == 10 + 2
-    assert exit_code(["plot", tmp_path / "a<b", "--png", tmp_path / "x.png"]) == 0
+    assert exit_code("plot", tmp_path / "a<b", "--png", tmp_path / "x.png") == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (
         tmp_path / "a<b" / "plot.html"
     ).exists()
@@ -687,7 +670,7 @@ def test_plot(tmp_path, capsys):
 )
 def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert exit_code(argv) == 2
+    assert exit_code(*argv) == 2
     assert capsys.readouterr().err
 
 
@@ -709,7 +692,7 @@ def test_a_misspelt_command_has_a_suggestion(word, cure, capsys):
 
 def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("{}\n")
-    assert exit_code(["report", tmp_path / "log.jsonl"]) == 2
+    assert exit_code("report", tmp_path / "log.jsonl") == 2
     assert "no training step" in capsys.readouterr().err
 
 
@@ -717,21 +700,21 @@ def test_a_log_without_steps_is_a_usage_error(tmp_path, capsys):
     "line", [{"iteration": 1, "lm_loss": 2}, {**dict.fromkeys(OF_A_STEP, 1), "iteration": "x"}]
 )
 def test_a_log_of_something_else_is_a_usage_error(line, tmp_path, capsys):
-    (tmp_path / "log.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(tmp_path / "log.jsonl", [line])
     for command in ("report", "plot"):
-        assert exit_code([command, tmp_path / "log.jsonl"]) == 2
+        assert exit_code(command, tmp_path / "log.jsonl") == 2
         assert "of a step is missing or is no number" in capsys.readouterr().err
 
 
 def test_a_log_that_is_nested_without_end_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("[" * 200_000)
     for command in ("report", "plot"):
-        assert exit_code([command, tmp_path / "log.jsonl"]) == 2
+        assert exit_code(command, tmp_path / "log.jsonl") == 2
         assert "no training step" in capsys.readouterr().err
 
 
 def test_words_that_are_no_text_are_one_sentence(tmp_path, run_flags, capsys):
-    assert exit_code(["generate", *run_flags, "--prompt", "\udcff"]) == 2
+    assert exit_code("generate", *run_flags, "--prompt", "\udcff") == 2
     assert (
         capsys.readouterr().err
         == "--prompt '\\udcff' is not UTF-8 text; give it in that encoding.\n"
@@ -761,7 +744,7 @@ def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
         ["tune", "--plot", "a.svg"],
         ["tune", "--html", "a.png"],
     ):
-        assert exit_code(argv) == 2
+        assert exit_code(*argv) == 2
         assert f"{argv[-2]} {argv[-1]}: give a name that ends in " in capsys.readouterr().err
 
 
@@ -769,7 +752,7 @@ def test_files_are_what_their_names_say(tmp_path, monkeypatch, capsys):
 def test_a_prefix_that_is_a_directory(prefix, tmp_path, monkeypatch, capsys):
     """A prefix that is a directory is refused, because it gives no file name."""
     monkeypatch.chdir(tmp_path)
-    assert exit_code(["preprocess", "--input", "a.jsonl", "--output-prefix", prefix]) == 2
+    assert exit_code("preprocess", "--input", "a.jsonl", "--output-prefix", prefix) == 2
     assert "give the beginning of file names" in capsys.readouterr().err
 
 
@@ -781,7 +764,7 @@ def test_problems_name_what_was_typed(tmp_path, monkeypatch, capsys):
         (["preprocess", "--input", "nowhere", "--output-prefix", "file/a"], "--output-prefix file"),
         (["tune", "--data", "nowhere", "--seq-length", "8"], "--data nowhere"),
     ):
-        assert exit_code(argv) == 2
+        assert exit_code(*argv) == 2
         problems = capsys.readouterr().err
         assert (
             option in problems
@@ -795,7 +778,7 @@ def test_problems_name_what_was_typed(tmp_path, monkeypatch, capsys):
 )
 def test_files_are_named_once_by_one_flag(command, capsys):
     """Data given with two flags is refused, because one of the two would be ignored."""
-    assert exit_code([*command.split(), "--seq-length", "8", "--data-path", "c.jsonl"]) == 2
+    assert exit_code(*command.split(), "--seq-length", "8", "--data-path", "c.jsonl") == 2
     assert capsys.readouterr().err.startswith("--data-path: give the files with ")
 
 

@@ -3,7 +3,6 @@ examples of the guides about configuration and data do what the guides say.
 """
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from megatron_packed.cli.main import COMMANDS, main
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.data.sources.line_schema import FIELDS, parse_line, schema_name
+from support.json_lines import write_lines
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -243,7 +243,7 @@ def test_conversions_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name, line in RENAMED.items():
-        (tmp_path / "data" / name).write_text(json.dumps(line) + "\n")
+        write_lines(tmp_path / "data" / name, [line])
     for script in blocks(DOCS / "data.md", "python"):
         exec(script, {})
     schemas = {

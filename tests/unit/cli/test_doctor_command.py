@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise, system_calls
+from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
 from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
@@ -54,14 +54,19 @@ def answers(**changes):
     return {**every, **changes}
 
 
+def answer(monkeypatch, made_up):
+    """Let the probes give made-up answers."""
+    monkeypatch.setattr(
+        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
+    )
+
+
 @pytest.fixture
 def examined(monkeypatch, capsys):
     """Return a function that gives the exit code and the lines by name for made-up answers."""
 
     def examine(made_up):
-        monkeypatch.setattr(
-            command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-        )
+        answer(monkeypatch, made_up)
         code = main(["doctor", "--json"])
         found = json.loads(capsys.readouterr().out)
         assert found["ok"] == (code == 0)
@@ -128,9 +133,7 @@ SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "re
 def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys):
     """The verdict comes before the details: on which device this machine can train."""
     made_up = answers(gpu={"findings": [gpu.as_dict()]}, **changes)
-    monkeypatch.setattr(
-        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-    )
+    answer(monkeypatch, made_up)
     main(["doctor"])
     assert capsys.readouterr().out.splitlines()[0].startswith(first)
 
@@ -301,7 +304,7 @@ def test_a_stranger_is_a_problem_with_the_package_to_install(site_of_strangers, 
 
 
 def test_an_unrelated_apex_excludes_that_of_nvidia(site_of_strangers):
-    [apex] = [one for one in command._strangers({}) if one.name == "apex"]
+    [apex] = [one for one in command._strangers() if one.name == "apex"]
     assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
 
 
@@ -452,9 +455,7 @@ def test_a_missing_package_is_named_once_and_a_shared_reason_is_given_once(monke
     ops["rope"]["reasons"] = {"triton": absent, "own": no_gpu, "reference": []}
     made_up["kernels"]["device"] = "cpu"
     monkeypatch.setattr(command, "version_of", lambda name: None)
-    monkeypatch.setattr(
-        command, "run_probes", lambda names, *_: {name: made_up[name] for name in names}
-    )
+    answer(monkeypatch, made_up)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     _, _, kernels = text.partition("KERNELS (without backends of packages that are not installed)")
@@ -483,7 +484,7 @@ def test_a_package_below_its_floor_is_a_problem(examined, monkeypatch):
     [("", "works"), ("the kernel permits no filter of system calls (Invalid argument)", "absent")],
 )
 def test_the_system_call_filter_is_reported(examined, monkeypatch, printed, state):
-    monkeypatch.setattr(system_calls, "_PROGRAM", f"print({printed!r})")
+    monkeypatch.setattr(machine, "_FILTER_PROGRAM", f"print({printed!r})")
     code, lines = examined(answers())
     found = lines["system-call filter"]
     assert code == 0 and found["state"] == state and found["detail"] == printed

@@ -1,6 +1,5 @@
 """Tokenizer in a checkpoint for Megatron, where ``--use-checkpoint-args`` looks for it there."""
 
-import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.training.from_python import train
 from support.data_helpers import byte_level, save_tokenizer
+from support.json_lines import write_texts
 
 FLAGS = """--hybrid-layer-pattern - --hidden-size 16 --num-attention-heads 2 --seq-length 64 --lr 1e-2
     --train-iters 1 --no-isolation-self-test --device cpu --data-path line.jsonl --save run"""
@@ -26,7 +26,7 @@ HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("line.jsonl").write_text(json.dumps({"text": "1 2 3 4 5 6"}) + "\n")
+    write_texts(Path("line.jsonl"), ["1 2 3 4 5 6"])
     engine = byte_level(["<|endoftext|>"])
     save_tokenizer(Path("hf"), engine, eos_token="<|endoftext|>")
     engine.model.save("hf")

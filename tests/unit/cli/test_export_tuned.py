@@ -19,8 +19,9 @@ from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles
 from megatron_packed.models.convert.trained_config import SpecialIds
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
-from support.converted_model import write_model
+from support.converted_model import from_hf, write_model
 from support.data_helpers import byte_level
+from support.json_lines import read_json
 
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -42,7 +43,7 @@ def write_base(folder, tokens=TOKENS, template=None):
     """Write a Llama model with a tokenizer whose only end is that of a document."""
     engine = byte_level(tokens)
     write_model(folder, "llama", vocab_size=engine.get_vocab_size() + 4, max_file_bytes=10**9)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     (folder / "generation_config.json").write_text(GENERATION)
     write_tokenizer(folder, tokens, template)
@@ -62,7 +63,7 @@ def tune(base, folder, *flags, sft=True, tokenizer=None):
     """Convert a base and fine-tune it for one step; return the checkpoints."""
     weights, run = folder / "weights", folder / "run"
     if not weights.exists():
-        assert main(["convert", "--from-hf", str(base), "--save", str(weights)]) == 0
+        assert from_hf(base, weights) == 0
     data = folder / "data.jsonl"
     line = {"messages": MESSAGES} if sft else {"text": "a b"}
     data.write_text((json.dumps(line) + "\n") * 4)
@@ -101,16 +102,16 @@ def test_template_and_ends_of_the_training_replace_those_of_the_base(base, templ
         "<|endoftext|> (eos_token_id). --keep-base-template keeps the original's template.",
     )
     assert found.warning is None
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     assert config == {
-        **json.loads((base / "config.json").read_text()),
+        **read_json(base / "config.json"),
         "eos_token_id": [2, 0],
     }
-    generation = json.loads((out / "generation_config.json").read_text())
+    generation = read_json(out / "generation_config.json")
     assert generation == {"eos_token_id": [2, 0], "temperature": 0.6}
-    settings = json.loads((out / "tokenizer_config.json").read_text())
+    settings = read_json(out / "tokenizer_config.json")
     assert settings.pop("chat_template") == (out / "chat_template.jinja").read_text()
-    assert settings == json.loads((base / "tokenizer_config.json").read_text())
+    assert settings == read_json(base / "tokenizer_config.json")
     assert "generation" not in (out / "chat_template.jinja").read_text().replace("generation_", "")
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs.apply_chat_template(MESSAGES, tokenize=False) == (
@@ -130,7 +131,7 @@ def test_the_template_of_the_base_may_be_kept(base, template, tmp_path, capsys):
     assert main([*map(str, argv), "--keep-base-template"]) == 0
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [2, 0]
+    assert read_json(tmp_path / "out" / "config.json")["eos_token_id"] == [2, 0]
     said = capsys.readouterr().out
     assert "The chat template is the original's (--keep-base-template); the training had" in said
     assert (
@@ -187,7 +188,7 @@ def test_a_replaced_tokenizer_keeps_its_settings_beside_a_template(base, tmp_pat
     if others is not None:
         (base / "tokenizer_config.json").write_text(others)
     export(run, base, tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    found = read_json(tmp_path / "out" / "tokenizer_config.json")
     assert found.pop("chat_template") == (tmp_path / "out" / "chat_template.jinja").read_text()
     assert {name: found[name] for name in settings} == settings
     assert "b" not in found
@@ -282,7 +283,7 @@ def test_a_run_on_bytes_exports_bytes(base, tmp_path):
     assert "the tokenizer is that of the training" in sentence
     written = HuggingFaceTokenizer(tmp_path / "out")
     assert written.encode("ab").tolist() == ByteTokenizer().encode("ab").tolist()
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     assert set(config["eos_token_id"]) <= set(ByteTokenizer().special_tokens.values())
 
 
@@ -290,14 +291,14 @@ def test_a_kept_template_stays_beside_another_tokenizer(base, tmp_path):
     other = write_tokenizer(tmp_path / "other", (*TOKENS, "<extra>"), CHATML)
     run = tune(base, tmp_path, tokenizer=other)
     export(run, base, tmp_path / "out", keep_base_template=True)
-    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    settings = read_json(tmp_path / "out" / "tokenizer_config.json")
     assert (
         "chat_template" not in settings and not (tmp_path / "out" / "chat_template.jinja").exists()
     )
-    named = json.loads((base / "tokenizer_config.json").read_text())
+    named = read_json(base / "tokenizer_config.json")
     (base / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": PLAIN + "!"}))
     export(run, base, tmp_path / "again", keep_base_template=True)
-    settings = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    settings = read_json(tmp_path / "again" / "tokenizer_config.json")
     assert settings["chat_template"] == PLAIN + "!"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_packed.cli.from_megatron import quoted
 from megatron_packed.cli.main import main
-from megatron_packed.config.megatron.line_outcomes import FlagOutcome, line_outcome
+from megatron_packed.cli.megatron_outcomes import FlagOutcome, line_outcome
 from megatron_packed.config.megatron.model_config_file import read_model_config
 
 CASE = """\

@@ -23,6 +23,7 @@ from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.attached_files import remove_attached_files
 from support.data_helpers import byte_level, save_tokenizer
+from support.json_lines import write_texts
 
 MODEL = (
     "--hybrid-layer-pattern *- --hidden-size 16 --num-attention-heads 2 --swiglu --seq-length 256 "
@@ -323,7 +324,7 @@ def test_a_damaged_tokenizer_is_named_and_the_checkpoint_before_it_is_used(
 def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
     tmp_path: Path, asked: list[Asked], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kept.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    write_texts(tmp_path / "kept.jsonl", [TEXT])
     flags = [*MODEL.split(), *LOOP.split(), *BPE.split(), "--data-path", f"{tmp_path}/kept.jsonl"]
     train(RunConfig.from_args([*flags, "--save", f"{tmp_path}/run"]))
     answer(capsys, tmp_path / "run", TEXT)

@@ -9,6 +9,7 @@ import pytest
 from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
+from support import commands
 
 FLAGS = """--hybrid-layer-pattern - --hidden-size 16 --seq-length 96 --lr 1e-2 --train-iters 1
     --no-isolation-self-test --device cpu --bf16 --sft --chat-template own.jinja
@@ -24,8 +25,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> dict:
     turns = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "I am fine."}]
     lines = [json.dumps({"messages": turns * (1 + number % 3)}) for number in range(20)]
     Path("talk.jsonl").write_text("\n".join(lines) + "\n")
-    assert main(["packing", *FLAGS.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = commands.report(capsys, "packing", *FLAGS.split())
     train(RunConfig.from_args([*FLAGS.split(), "--save", "run"]))
     Path("own.jinja").unlink()
     shutil.rmtree(".megatron_packed_cache")
@@ -39,8 +39,7 @@ def test_options_and_files_come_from_the_checkpoint(report: dict, capsys) -> Non
     printed = capsys.readouterr()
     assert json.loads(printed.out) == report
     assert "--seq-length 96" in printed.err and "instead of" not in printed.err
-    assert main(["tune", *words, "--json"]) == 0
-    tuned = json.loads(capsys.readouterr().out)
+    tuned = commands.report(capsys, "tune", *words)
     assert tuned["lengths"]["tokens"] == report["training"]["counts"]["tokens_in"]
     assert list(Path(".megatron_packed_cache").glob("tokenizer-*")) == []
 
@@ -57,15 +56,14 @@ def test_a_run_that_resumes_is_described_with_its_tokenizer(report: dict, capsys
 def test_plan_knows_the_vocabulary_of_the_checkpoint(report: dict, capsys) -> None:
     vocabularies = []
     for more in ([], ["--load", "run"]):
-        assert main(["plan", *FLAGS.split(), *more, "--json"]) == 0
-        vocabularies.append(json.loads(capsys.readouterr().out)["vocab_size"])
+        found = commands.report(capsys, "plan", *FLAGS.split(), *more)
+        vocabularies.append(found["vocab_size"])
     size = len(json.loads(Path("run/step_00000001/tokenizer.json").read_text())["model"]["vocab"])
     assert vocabularies == [270, size] and size < 270
 
 
 def test_plan_takes_the_options_of_the_checkpoint(report: dict, capsys) -> None:
-    assert main(["plan", *FLAGS.split(), "--load", "run", "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
+    expected = commands.report(capsys, "plan", *FLAGS.split(), "--load", "run")
     assert main(["plan", "--load", "run", "--use-checkpoint-args", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)

@@ -16,6 +16,8 @@ from megatron_packed.cli.plan import _duration
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.explain import op_requests
 from megatron_packed.models.flops import FlopCounter
+from support import commands
+from support.json_lines import write_texts
 
 SEED = shlex.split("""--sft --bf16 --sequence-parallel --cp-comm-type p2p --use-distributed-optimizer
     --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn --cuda-graph-max-packed-seqs 64
@@ -34,17 +36,13 @@ SMALL = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --nu
 
 
 def plan(capsys, *argv):
-    assert main(["plan", *map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return commands.report(capsys, "plan", *argv)
 
 
 def refusal(capsys, *argv):
-    try:
-        code = main(["plan", *map(str, argv)])
-    except SystemExit as ended:
-        code = ended.code
+    code, said = commands.refusal(capsys, "plan", *argv)
     assert code in (2, 3)
-    return capsys.readouterr().err
+    return said
 
 
 def test_4096_ranks_in_ten_seconds():
@@ -291,7 +289,7 @@ def test_flops_follow_the_lengths(capsys, tmp_path):
 
 def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
     data, cache = tmp_path / "data.jsonl", tmp_path / "cache"
-    data.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (99, 49, 29)))
+    write_texts(data, ("a" * n for n in (99, 49, 29)))
     flags = [*SMALL, "--data-path", data, "--data-cache-path", cache]
     found = plan(capsys, *flags)
     assert (

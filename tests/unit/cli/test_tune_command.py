@@ -17,6 +17,8 @@ from megatron_packed.data.packing.step_cost import StepCosts, Timed
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.inputs.plan_packs import plan_training
+from support import commands
+from support.json_lines import write_texts
 
 MODEL = """--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8 --mamba-num-groups 1
     --mamba-state-dim 8 --mamba-chunk-size 16 --disable-bias-linear --device cpu""".split()  # noqa: SIM905
@@ -25,16 +27,11 @@ UNUSED = [*MODEL, "--lr", "0", "--train-iters", "9"]
 
 
 def tune(capsys, *argv):
-    assert main(["tune", *map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return commands.report(capsys, "tune", *argv)
 
 
 def refusal(capsys, *argv):
-    try:
-        code = main(["tune", *map(str, argv)])
-    except SystemExit as ended:
-        code = ended.code
-    return code, capsys.readouterr().err
+    return commands.refusal(capsys, "tune", *argv)
 
 
 def long_tailed(count, seed=0):
@@ -97,9 +94,7 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     epochs.
     """
     data = tmp_path / "data.jsonl"
-    data.write_text(
-        "".join(json.dumps({"text": "a" * length}) + "\n" for length in long_tailed(800))
-    )
+    write_texts(data, ("a" * length for length in long_tailed(800)))
     flags = ["--seq-length", "512", *([] if method is None else ["--packing-method", method])]
     found = tune(capsys, "--data", data, *flags)
     assert [packer["method"] for packer in found["packers"]] == (

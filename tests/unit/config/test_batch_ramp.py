@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_packed.config.batch_ramp import BatchRamp, stage_of
+from megatron_packed.config.sections.packing import BatchRamp, stage_of
 
 
 def sizes(ramp: BatchRamp, consumed: int, steps: int) -> list[tuple[int, int]]:

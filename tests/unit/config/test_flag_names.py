@@ -9,7 +9,7 @@ import pytest
 
 from megatron_packed.cli.train import OPTIONS
 from megatron_packed.config import flag_names
-from megatron_packed.config.parser.flag_registry import every_field, known_flags
+from megatron_packed.config.parser.command_line import every_field, known_flags
 
 PACKAGE = Path(flag_names.__file__).parents[1]
 UPPER = {"config", "resume", "inputs", "explain", "training", "launch", "cli"}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron_packed.config import kernel_options as kernels
-from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, OPTION_OF, may_have_gpu
 from megatron_packed.config.optional_packages import PACKAGES, is_installed, package_of_kernel
-from megatron_packed.config.parser.flag_registry import every_field
-from megatron_packed.config.parser.parse import parse, parse_or_exit
+from megatron_packed.config.parser.command_line import every_field
+from megatron_packed.config.parser.parse import parse_or_exit
+from support.command_lines import argv_of, problems_of
 
 ROOT = Path(__file__).parents[3]
 CHOICES = {
@@ -31,7 +31,7 @@ NAMED = [
     if name != "auto"
 ]
 MODULES = {
-    "varlen_attention": "ops.varlen_attention.backends",
+    "varlen_attention": "ops.varlen_attention.api",
     "ssd": "ops.ssd.api",
     "gated_delta_rule": "ops.gated_delta_rule.api",
     "adamw": "optim.adamw",
@@ -40,12 +40,8 @@ MODULES = {
 
 
 def problems(right, text: str, world_size: int = 1) -> list[tuple[str, str, str, str]]:
-    argv = [part for pair in right.items() for part in pair]
-    try:
-        parse([*argv, *text.split()], world_size)
-    except ConfigError as error:
-        return [(one.option, one.value, one.rule, one.cure) for one in error.problems]
-    return []
+    found = problems_of(argv_of(right, text), world_size)
+    return [(one.option, one.value, one.rule, one.cure) for one in found]
 
 
 def op_of(name: str):
@@ -138,7 +134,7 @@ def test_a_program_that_runs_no_kernels_takes_the_flags_of_a_gpu(right, monkeypa
     kernels.
     """
     monkeypatch.setattr(kernels, "may_have_gpu", lambda environ: False)
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     config = parse_or_exit(
         [*argv, "--ssd-backend", "mamba_ssm", "--require-fast-kernels"], launched=False
     )
@@ -198,7 +194,7 @@ def test_every_kernel_of_a_package_is_one_of_an_op() -> None:
 
 def test_the_program_ends_at_once_with_code_2(right, tmp_path: Path) -> None:
     """Each problem is one sentence, without a traceback and without importing torch."""
-    words = [part for pair in right.items() for part in pair]
+    words = argv_of(right)
     words += ["--device", "cpu", "--attention-backend", "flash", "--ssd-backend", "mamba_ssm"]
     program = (
         f"import runpy, sys; sys.argv = ['pretrain_hybrid.py', *{words}]\n"

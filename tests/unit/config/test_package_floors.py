@@ -11,7 +11,7 @@ import pytest
 from megatron_packed.config import optional_packages, path_checks
 from megatron_packed.config.optional_packages import PACKAGES, old_package, required_packages
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.sources.table_files import check_pyarrow
+from megatron_packed.data.sources.table_rows import check_pyarrow
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -51,13 +51,16 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_alone(axis: str) -> None:
 def test_known_layouts() -> None:
     # Groups of Megatron's order tp-cp-ep-dp for 8 ranks.
     layout = ParallelLayout(world_size=8, tp_size=2, cp_size=2, ep_size=4, expert_tp_size=1)
-    assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert layout.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert layout.groups("dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert layout.groups("tp_cp") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert layout.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert layout.groups("expert_dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    for axis, groups in {
+        "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
+        "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
+        "dp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+        "dp_cp": [(0, 2, 4, 6), (1, 3, 5, 7)],
+        "tp_cp": [(0, 1, 2, 3), (4, 5, 6, 7)],
+        "ep": [(0, 1, 2, 3), (4, 5, 6, 7)],
+        "expert_dp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+    }.items():
+        assert layout.groups(axis) == groups, axis
     folded = ParallelLayout(world_size=8, tp_size=2, ep_size=2)
     assert folded.expert_tp_size == 2 and folded.groups("expert_tp") == folded.groups("tp")
     assert folded.groups("ep") == [(0, 2), (1, 3), (4, 6), (5, 7)]

@@ -8,6 +8,7 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.resumed_options import implied_keys, packs_as_stored, with_implied
 from megatron_packed.config.run import every_field, keys_deciding
 from megatron_packed.config.serialise import to_dict
+from support.command_lines import argv_of
 
 KEYS = {
     "packing.overlong_policy",
@@ -17,13 +18,12 @@ KEYS = {
     "data.answer_end",
     "data.data_rules",
 }
-RULES = ["--micro-batch-size", "2", "--sft", "--split", "9,1"]
+RULES = "--micro-batch-size 2 --sft --split 9,1"
 
 
 @pytest.fixture
 def argv(right) -> list[str]:
-    kept = {flag: value for flag, value in right.items() if flag not in RULES}
-    return [*(part for pair in kept.items() for part in pair), *RULES]
+    return argv_of(right, RULES)
 
 
 def old(config) -> dict:

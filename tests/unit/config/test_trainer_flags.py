@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.cli.main import COMMANDS
-from megatron_packed.config.parser.flag_registry import known_flags, spellings
+from megatron_packed.config.parser.command_line import known_flags, spellings
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.trainer_flags import FLAG, TRAINER_FLAGS, trainer_cure
 

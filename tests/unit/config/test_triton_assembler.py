@@ -6,16 +6,16 @@ from types import ModuleType
 
 import pytest
 
-from megatron_packed.config import triton_assembler
+from megatron_packed.config import environment_variables
 from megatron_packed.config.environment_variables import environment
 from megatron_packed.config.sections.training import TrainingConfig
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    triton_assembler.assembler_variables.cache_clear()
+    environment_variables.assembler_variables.cache_clear()
     yield
-    triton_assembler.assembler_variables.cache_clear()
+    environment_variables.assembler_variables.cache_clear()
 
 
 @pytest.fixture
@@ -24,8 +24,10 @@ def triton(tmp_path, monkeypatch):
     folder = tmp_path / "backends" / "nvidia" / "bin"
     folder.mkdir(parents=True)
     spec = ModuleSpec("triton", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(triton_assembler, "find_spec", {"triton": spec}.get)
-    monkeypatch.setattr(triton_assembler, "may_have_gpu", lambda environ: "NO_GPU" not in environ)
+    monkeypatch.setattr(environment_variables, "find_spec", {"triton": spec}.get)
+    monkeypatch.setattr(
+        environment_variables, "may_have_gpu", lambda environ: "NO_GPU" not in environ
+    )
     monkeypatch.delenv("NO_GPU", raising=False)
 
     def make(usual, second):
@@ -78,11 +80,11 @@ def test_nothing_is_chosen_without_a_gpu(triton, monkeypatch):
 
 
 def test_nothing_is_chosen_without_triton(monkeypatch):
-    monkeypatch.setattr(triton_assembler, "may_have_gpu", lambda environ: True)
-    monkeypatch.setattr(triton_assembler, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment_variables, "may_have_gpu", lambda environ: True)
+    monkeypatch.setattr(environment_variables, "find_spec", lambda name: None)
     assert chosen() is None
     monkeypatch.undo()
-    triton_assembler.assembler_variables.cache_clear()
-    monkeypatch.setattr(triton_assembler, "may_have_gpu", lambda environ: True)
+    environment_variables.assembler_variables.cache_clear()
+    monkeypatch.setattr(environment_variables, "may_have_gpu", lambda environ: True)
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     assert chosen() is None

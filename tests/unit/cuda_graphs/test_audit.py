@@ -24,6 +24,10 @@ def job():
     return job
 
 
+def audited(job):
+    return job.runner.audit(pack(NOW), deterministic=True)
+
+
 def state_hash(job):
     digest = hashlib.sha256()
     tensors = [
@@ -57,7 +61,7 @@ def test_generators_stay_where_they_were(job, monkeypatch):
             lambda *args, true=module.original_forward: (torch.rand(1), true(*args))[1],
         )
     before = state_hash(job)
-    job.runner.audit(pack(NOW), deterministic=True)
+    audited(job)
     assert state_hash(job) == before
 
 
@@ -106,14 +110,14 @@ def test_spoilt_metadata_is_found_and_the_module_named(job, monkeypatch, fault):
     change, module = FAULTS[fault]
     after_fill(monkeypatch, change)
     with pytest.raises(AuditMismatchError, match=rf"replay of {module} .*differ by"):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
 
 
 def test_the_audit_detects_an_unfilled_slot_that_holds_the_same_pack(job, monkeypatch):
     job.step(pack(NOW))
     after_fill(monkeypatch, lambda packed, before: packed.valid.copy_(before["valid"]))
     with pytest.raises(AuditMismatchError):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
 
 
 def test_what_a_graph_leaves_unwritten_is_not_what_it_wrote_before(job, monkeypatch):
@@ -138,7 +142,7 @@ def test_tables_that_were_not_refreshed_are_found(job, monkeypatch):
         job.runner.graphs[job.runner.slot].tables[CaptureSize(4, T)], "replay", lambda: None
     )
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.[13] "):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
 
 
 def test_graphs_that_read_another_slot_are_found(monkeypatch):
@@ -149,7 +153,7 @@ def test_graphs_that_read_another_slot_are_found(monkeypatch):
     monkeypatch.setattr(Slot, "static", lambda self, size: true(other, size))
     job = Job(tiny_model("M"), graphs=True).capture()
     with pytest.raises(AuditMismatchError, match=r"replay of layers\.0"):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
 
 
 def test_a_leak_that_eager_has_too_is_found(monkeypatch):
@@ -167,7 +171,7 @@ def test_a_leak_that_eager_has_too_is_found(monkeypatch):
         AuditMismatchError,
         match=r"layers\.0, document 2 depends on other documents: its outputs changed",
     ):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
 
 
 def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
@@ -183,6 +187,6 @@ def test_a_gradient_that_is_lost_is_found(job, monkeypatch):
     with pytest.raises(
         AuditMismatchError, match=r"layers\.2 .*gradients of mixer\.fc1\.weight differ"
     ):
-        job.runner.audit(pack(NOW), deterministic=True)
+        audited(job)
     with pytest.raises(AuditMismatchError):
         job.runner.audit(pack(NOW), deterministic=False)

@@ -117,7 +117,7 @@ def test_moving_the_generator_on_and_using_nothing_of_it_is_no_reason_to_refuse(
 
 def test_an_interrupted_capture_leaves_everything_eager():
     for number in range(2 * 5):
-        chain = Chain(Foreign(), Foreign(), capture_sizes=CaptureSizes.of([4, 12], T))
+        chain = Chain(Foreign(), Foreign(), capture_sizes=CaptureSizes.from_capacities([4, 12], T))
         true, calls = chain.backend.capture, []
 
         def capture(function, true=true, calls=calls, number=number):
@@ -148,7 +148,7 @@ def test_warm_ups_come_before_all_captures_and_once(warmup_steps, passes):
         Foreign(),
         Foreign(lambda self, hidden, computed, packed: (computed, None)),
         Foreign(),
-        capture_sizes=CaptureSizes.of([4, 12], T),
+        capture_sizes=CaptureSizes.from_capacities([4, 12], T),
         warmup_steps=warmup_steps,
     )
     graphs_at_pass = []
@@ -372,7 +372,7 @@ def test_what_a_module_counts_is_neither_capture_nor_audit():
     for wanted in (1, 2):
         chain.drive(chain.runner.place(pack(FIRST, capture_sizes=ONE)))
         assert [module.calls.item() for module in modules] == [wanted, wanted]
-        assert chain.runner.audit(pack(SECOND, capture_sizes=ONE), deterministic=True).compared == 2
+        assert chain.audit(SECOND).compared == 2
     assert not chain.runner.counters.module_fallbacks
 
 

@@ -155,7 +155,7 @@ def test_order_of_replays_is_the_order_of_captures(jobs):
 
 
 def test_a_pack_beyond_the_largest_size_runs_eagerly_with_identical_results():
-    capture_sizes = CaptureSizes.of([2, 5], T)
+    capture_sizes = CaptureSizes.from_capacities([2, 5], T)
     eager, graphed = (
         Job(tiny_model()),
         Job(tiny_model(), graphs=True, capture_sizes=capture_sizes).capture(),
@@ -172,13 +172,16 @@ def test_a_pack_beyond_the_largest_size_runs_eagerly_with_identical_results():
 
 def test_strict_makes_a_fallback_an_error():
     job = Job(
-        tiny_model("M*"), graphs=True, capture_sizes=CaptureSizes.of([2], T), strict=True
+        tiny_model("M*"),
+        graphs=True,
+        capture_sizes=CaptureSizes.from_capacities([2], T),
+        strict=True,
     ).capture()
-    job.step(pack([30, 34], capture_sizes=CaptureSizes.of([2], T)))
+    job.step(pack([30, 34], capture_sizes=CaptureSizes.from_capacities([2], T)))
     with pytest.raises(
         GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"
     ):
-        job.step(pack([1, 2, 3], capture_sizes=CaptureSizes.of([2], T)))
+        job.step(pack([1, 2, 3], capture_sizes=CaptureSizes.from_capacities([2], T)))
 
 
 @pytest.mark.parametrize("names", [{0, 1, 4}, {2, 3}, {5}, set()])
@@ -240,9 +243,12 @@ def test_tables_that_can_never_be_captured_leave_everything_eager():
 
 def test_strict_makes_a_module_that_runs_eagerly_an_error():
     job = Job(
-        tiny_model("M*"), graphs=True, capture_sizes=CaptureSizes.of([2], T), strict=True
+        tiny_model("M*"),
+        graphs=True,
+        capture_sizes=CaptureSizes.from_capacities([2], T),
+        strict=True,
     ).capture()
-    job.runner.place(pack([30, 34], capture_sizes=CaptureSizes.of([2], T)))
+    job.runner.place(pack([30, 34], capture_sizes=CaptureSizes.from_capacities([2], T)))
     with pytest.raises(GraphFallbackError, match=r"layers\.1: called with other arguments.*"):
         job.runner.modules[1](torch.randn(T, 32, requires_grad=True), "something else")
 
@@ -295,7 +301,7 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
 
     Callers may read the hidden states of the last captured module even after the backward pass.
     """
-    job = Job(tiny_model("M*-E"), graphs=True, capture_sizes=CaptureSizes.of([4], T))
+    job = Job(tiny_model("M*-E"), graphs=True, capture_sizes=CaptureSizes.from_capacities([4], T))
     given_back, at_the_end = set(), []
     true = TorchModuleGraphs.adopt_forward
     monkeypatch.setattr(
@@ -317,7 +323,9 @@ def test_what_only_graphs_read_is_given_back_and_what_a_caller_may_keep_is_not(m
 
 def test_dropout_is_refused_by_name():
     model = tiny_model(hidden_dropout=0.1)
-    job = Job(model, graphs=True, names={1}, capture_sizes=CaptureSizes.of([4], T)).capture()
+    job = Job(
+        model, graphs=True, names={1}, capture_sizes=CaptureSizes.from_capacities([4], T)
+    ).capture()
     assert job.said[0].startswith(
         "layers.1 not captured for up to 4 documents: it draws random numbers"
     )
@@ -427,7 +435,7 @@ def test_a_buffer_that_was_replaced_is_noticed():
     """A replaced buffer counts as a reallocation, because ``nn.Module.to`` replaces buffers."""
     options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     job = Job(
-        tiny_model("E", **options), graphs=True, capture_sizes=CaptureSizes.of([4], T)
+        tiny_model("E", **options), graphs=True, capture_sizes=CaptureSizes.from_capacities([4], T)
     ).capture()
     router = job.model.layers[0].mixer.router
     assert not job.runner.addresses_changed

@@ -196,7 +196,7 @@ def test_a_micro_batch_that_runs_eagerly_leaves_the_ones_in_flight_alone(text):
 
     Micro-batch 2 runs eagerly, because it is larger than the largest capture size.
     """
-    chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.of([2], T))
+    chain = chain_of(3, (0, 2), capture_sizes=CaptureSizes.from_capacities([2], T))
     schedule = parsed(text)
     found = run(chain, schedule, chain.runner.place)
     assert chain.runner.counters.fallbacks == {"more than 2 documents": 1}
@@ -261,7 +261,7 @@ def test_a_capture_that_fails_in_one_slot_leaves_the_other_its_graphs(monkeypatc
 
 def test_the_audit_looks_at_every_slot(monkeypatch):
     chain = chain_of(2)
-    found = chain.runner.audit(pack(PACKS[0], capture_sizes=ONE), deterministic=True)
+    found = chain.audit(PACKS[0])
     assert found is not None and found.compared == 4 and found.largest_difference == 0
     assert found.finding == "2 modules replay what they compute in each of 2 slots"
 

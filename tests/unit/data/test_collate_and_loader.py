@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.data.collate import collate
 from megatron_packed.data.errors import DataError
-from megatron_packed.data.loader import Loader
+from megatron_packed.data.loader import Loader, collate
 from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
@@ -24,7 +23,7 @@ from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from support.data_helpers import conversation, open_lines
 
 SLOTS = 64
-ROOMY = CaptureSizes.of([64], SLOTS)
+ROOMY = CaptureSizes.from_capacities([64], SLOTS)
 
 
 def pieces_of(dataset, policy="split"):
@@ -167,7 +166,7 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
     If no capture size fits, all ranks get the same capacity above the capture sizes.
     """
     plan = plan_of(dataset, cls=EvaluationPlan, dp_size=2)
-    capture_sizes = CaptureSizes.of([1, 2], SLOTS)
+    capture_sizes = CaptureSizes.from_capacities([1, 2], SLOTS)
     seen = set()
     with ExitStack() as stack:
         options = {"total_tokens": SLOTS, "capture_sizes": capture_sizes}

@@ -3,7 +3,6 @@
 A limit of the process on the size of files stands for the full disk.
 """
 
-import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ import pytest
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.sources.cache_directory import get_or_build
+from megatron_packed.data.sources.cache_directory import open_or_build
 from megatron_packed.data.sources.data_report import Quarantine
 from megatron_packed.data.sources.jsonl_lines import RawLine
 from megatron_packed.data.tokenizers.bpe_training import train_bpe
+from support.json_lines import write_texts
 
 
 @contextmanager
@@ -48,11 +48,17 @@ def bad_line(folder: Path) -> None:
     quarantine.close()
 
 
+def existing(folder: Path) -> Path:
+    if not folder.exists():
+        raise DataError(f"{folder} is missing.")
+    return folder
+
+
 def cache(folder: Path) -> None:
-    get_or_build(folder / "d", is_valid=Path.exists, build=lambda new: None, log=print)
+    open_or_build(folder / "d", existing, build=lambda new: None, log=print)
     (folder / "d.lock").unlink()
     (folder / "d").rmdir()
-    get_or_build(folder / "d", is_valid=Path.exists, build=few_documents, log=print)
+    open_or_build(folder / "d", existing, build=few_documents, log=print)
 
 
 def vocabulary(folder: Path) -> None:
@@ -64,7 +70,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_incomplete_file(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """Writers of data raise `DataError`, and only empty lock files are left."""
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "some words of text"}) + "\n")
+    write_texts(tmp_path / "text.jsonl", ["some words of text"])
     folder = tmp_path / "full"
     folder.mkdir()
     with no_room(), pytest.raises(DataError, match="cannot be written: File too large"):

@@ -19,6 +19,7 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.inputs.plan_packs import plan_training
 from support.data_helpers import byte_level, conversation, save_tokenizer
+from support.json_lines import write_texts
 from support.run_configs import run_config
 
 T, DOCUMENTS = 96, 41
@@ -32,7 +33,7 @@ def lines(tmp_path):
     lengths = [*random.integers(3, 60, DOCUMENTS - 2), 150, 230]
     texts = [f"{number:03d}{'x' * length}" for number, length in enumerate(lengths)]
     path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(path, texts)
     return path, texts
 
 

@@ -1,6 +1,5 @@
 """Records in memory give the packs, the report and the states of a file with the same lines."""
 
-import json
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from megatron_packed.data.errors import DataError
 from megatron_packed.data.packed_dataset import PackedDataset
 from megatron_packed.data.records import write_records
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from support.json_lines import read_lines, write_lines
 
 CACHE = ".megatron_packed_cache"
 TEXTS = [{"text": f"{number:02d}" + "x" * (7 * number % 50)} for number in range(30)]
@@ -82,7 +82,7 @@ def contents(dataset):
 
 
 def file_of(lines, name="lines.jsonl"):
-    Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(Path(name), lines)
     return name
 
 
@@ -106,7 +106,7 @@ def test_equal_records_share_one_file():
     for data in (TEXTS, iter(TEXTS), Table(TEXTS)):
         dataset_of(data)
     [file] = Path(CACHE).glob(".records-*")
-    assert [json.loads(line) for line in file.read_text().splitlines()] == TEXTS
+    assert read_lines(file) == TEXTS
     time_of_first = file.stat().st_mtime_ns
     dataset_of(TEXTS, cache_dir="data")
     assert len(list(Path("data").glob(".records-*.jsonl"))) == 1

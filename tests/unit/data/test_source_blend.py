@@ -11,6 +11,7 @@ from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.source_blend import SourceBlend
+from support.data_helpers import evaluation_of
 
 LENGTHS = np.random.default_rng(1).integers(2, 60, 500)
 SOURCE = np.repeat([0, 1, 2], [40, 300, 160])
@@ -70,7 +71,7 @@ def test_a_plan_of_a_blend() -> None:
         for b in (None, blend(), blend(WEIGHTS[::-1]))
     ]
     assert len(set(hashes)) == 3
-    evaluation = plan.evaluation()
+    evaluation = evaluation_of(plan)
     assert sum(evaluation.documents_per_pack) == len(blend().epoch(0))
 
 

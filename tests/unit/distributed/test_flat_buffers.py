@@ -9,6 +9,7 @@ from torch import nn
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import BufferPart, Described, FlatLayout
+from support.random_tensors import normal
 
 BF16, FP32 = BufferPart(torch.bfloat16), BufferPart(torch.float32)
 
@@ -223,7 +224,7 @@ def test_parameters_become_aligned_views_with_the_same_values() -> None:
 def test_gradients_accumulate_in_float32_over_micro_batches(dtype: torch.dtype) -> None:
     reference, module = Mixed(dtype), Mixed(dtype)
     buffers = FlatBuffers(module)
-    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    batches = [normal(4, 5, seed=i) for i in range(3)]
     expected = {name: torch.zeros(p.shape) for name, p in reference.named_parameters()}
     for x in batches:
         module(x).backward()

@@ -30,7 +30,7 @@ from megatron_packed.inputs.run_data import most_documents
 from megatron_packed.models.trace import Imagined
 from megatron_packed.ops.backend_dispatch import Backend, Op
 from megatron_packed.ops.grouped_mlp import reference as experts
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.training import pretrain
 from support.kernel_calls import ACROSS, called_in_a_step, config_of
 

@@ -23,12 +23,12 @@ from megatron_packed.explain.capabilities import (
 )
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import op_requests
-from megatron_packed.explain.planned_run import PlannedRun
+from megatron_packed.explain.report import PlannedRun
 from megatron_packed.inputs.known_data import known_data
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.models.run_model import backends_of, build_model
 from megatron_packed.ops.backend_dispatch import Backend, Choices, Op
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.resume.allowed_changes import refusal_of_stored_model
 from megatron_packed.training import pretrain
 from support.explained import explain
@@ -529,7 +529,7 @@ def said(argv):
     """Return the first lines of the report, without line breaks, by their title."""
     config = parse(argv, world_size=1)
     stored = refusal_of_stored_model(config)
-    return dict(PlannedRun.from_config(config, CPU, 1, known_data(config), stored).lines())
+    return dict(PlannedRun(config, CPU, 1, known_data(config), stored).lines())
 
 
 def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):

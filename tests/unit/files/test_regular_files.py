@@ -12,6 +12,7 @@ from megatron_packed.data.tokenizers.base import MOST_TOKENIZER_BYTES, ByteToken
 from megatron_packed.data.tokenizers.chat_format import template_source
 from megatron_packed.files.regular_files import limited_lines, open_regular
 from megatron_packed.reporting.curves import read_jsonl, read_run
+from support.json_lines import write_lines
 
 PACK = {"capacity": 2, "documents": 1, "squares": 10.0, "ms": 1.0}
 pytestmark = pytest.mark.timeout(60)
@@ -114,7 +115,7 @@ def test_costs_are_numbers(tmp_path, change, part):
 @pytest.mark.parametrize("field", ["iteration", "lm_loss"])
 def test_a_number_that_no_float_holds_is_text(tmp_path, field):
     record = {"iteration": 1, "lm_loss": 1.0, field: 10**400}
-    (tmp_path / "log").write_text(json.dumps(record) + "\n")
+    write_lines(tmp_path / "log", [record])
     assert read_jsonl(tmp_path / "log") == [{**record, field: str(10**400)}]
 
 

@@ -1,6 +1,5 @@
 """Length of a run in epochs: its number of steps, its schedule, and its resume."""
 
-import json
 from dataclasses import replace
 from math import ceil
 
@@ -14,8 +13,9 @@ from megatron_packed.config.serialise import from_dict, to_dict
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import Packer
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.inputs.epochs import epochs_sentences, with_epochs
+from megatron_packed.inputs.plan_packs import epochs_sentences, with_epochs
 from megatron_packed.training.from_python import train
+from support.json_lines import write_texts
 from support.run_configs import run_config
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
@@ -67,9 +67,7 @@ def test_options_that_do_not_fit_the_steps_are_refused_after_packing() -> None:
 def test_a_run_in_epochs_is_the_run_of_its_steps(tmp_path, capsys) -> None:
     """Losses, rates and resumes equal those of --train-iters, and more epochs go on."""
     data = tmp_path / "documents.jsonl"
-    data.write_text(
-        "".join(json.dumps({"text": "hello " * (1 + n % 7)}) + "\n" for n in range(1, 40))
-    )
+    write_texts(data, ("hello " * (1 + n % 7) for n in range(1, 40)))
 
     def losses(folder: str, *length: str) -> list[tuple[int, float, float]]:
         seen: list[dict] = []

@@ -10,7 +10,7 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.made_documents import MadeDocuments, MadeFrom
-from megatron_packed.data.packing.token_accounting import cut_documents
+from megatron_packed.data.packing.pieces import cut_documents
 from megatron_packed.training.from_python import train
 from support.explained import explain
 

@@ -12,13 +12,14 @@ import pytest
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
+from megatron_packed.data.index.indexed_file import TokensInFile
 from megatron_packed.data.index.indexed_writer import IndexedWriter
-from megatron_packed.data.index.tokens_in_file import TokensInFile
 from megatron_packed.data.sources.tokenized_dataset import DEFAULT_CACHE_NAME
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.inputs.data_messages import blend_sentences
 from megatron_packed.inputs.open_documents import RunDocuments, build_tokenizer, open_documents
 from megatron_packed.inputs.plan_packs import plan_training
+from support.json_lines import write_texts
 from support.run_configs import run_config
 
 END = ByteTokenizer.eod_id
@@ -34,7 +35,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 writer.add_document(
                     np.array([first, *[number] * (3 + number % 7), END]), [2, 3 + number % 7]
                 )
-    Path("c.jsonl").write_text("".join(json.dumps({"text": "c"}) + "\n" for _ in range(20)))
+    write_texts(Path("c.jsonl"), ("c" for _ in range(20)))
 
 
 def opened(*paths: str, validates: bool = False, tests: bool = False, **options) -> RunDocuments:
@@ -127,7 +128,7 @@ def test_a_conversation_ends_where_the_option_says() -> None:
 
 
 def test_every_file_of_text_is_divided() -> None:
-    Path("d.jsonl").write_text("".join(json.dumps({"text": "d"}) + "\n" for _ in range(10)))
+    write_texts(Path("d.jsonl"), ("d" for _ in range(10)))
     documents = opened("c.jsonl", "d.jsonl", split="8,1,1", validates=True, tests=True)
     c, d = [ord("c"), END], [ord("d"), END]
     assert tokens(documents.train) == [*[c] * 16, *[d] * 8]
@@ -354,10 +355,13 @@ def test_documents_without_an_end_are_reported() -> None:
 
 
 def test_options_reach_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UntrustedTokenizer", "NullTokenizer"):
-        monkeypatch.setattr(f"megatron_packed.inputs.open_documents.{name}", lambda *given: given)
+    for name in (
+        "data.tokenizers.untrusted_tokenizer.UntrustedTokenizer",
+        "inputs.open_documents.NullTokenizer",
+    ):
+        monkeypatch.setattr(f"megatron_packed.{name}", lambda *given: given)
     monkeypatch.setattr(
-        "megatron_packed.inputs.open_documents.train_bpe",
+        "megatron_packed.data.tokenizers.bpe_training.train_bpe",
         lambda paths, size, cache_root, **more: (size, cache_root),
     )
 

@@ -1,6 +1,5 @@
 """Data of a run with CUDA graphs: capacities, limited packs, and numbers of eager packs."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from megatron_packed.inputs.plan_packs import plan_evaluation, plan_training
 from megatron_packed.inputs.run_data import build_data, check_alike
 from megatron_packed.packed.capture_sizes import choose_capacities
 from megatron_packed.resume.phases_and_stored_packs import Resumed
+from support.json_lines import write_texts
 from support.run_configs import SEED, SLOTS, run_config
 
 
@@ -294,9 +294,7 @@ def build(folder, graphs: dict, method: str, packing: dict | None = None, **mode
     rng = np.random.default_rng(3)
     for name, count in (("train", 400), ("valid", 80)):
         texts = ["x" * int(n) for n in np.minimum(rng.geometric(0.08, count), 90)]
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
+        write_texts(folder / f"{name}.jsonl", texts)
     paths = {
         "data_path": (str(folder / "train.jsonl"),),
         "valid_data_path": (str(folder / "valid.jsonl"),),
@@ -311,9 +309,9 @@ def build(folder, graphs: dict, method: str, packing: dict | None = None, **mode
 def test_details_of_packs_are_said_if_a_token_is_lost(tmp_path, longest, kept) -> None:
     """A brief start leaves out the account of tokens only if every token is kept."""
     file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in (40, 10, 5)))
+    write_texts(file, ("x" * size for size in (40, 10, 5)))
     valid = tmp_path / "valid.jsonl"
-    valid.write_text(json.dumps({"text": "short"}) + "\n")
+    write_texts(valid, ["short"])
     paths = {"data_path": (str(file),), "valid_data_path": (str(valid),)}
     config = run_config(NO_GRAPHS, paths, seq_length=longest)
     said: list[str] = []
@@ -327,7 +325,7 @@ def test_details_of_packs_are_said_if_a_token_is_lost(tmp_path, longest, kept) -
 def test_loaders_prepare_as_many_micro_batches_as_the_option_says(tmp_path) -> None:
     files = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
     for file in files:
-        file.write_text(json.dumps({"text": "x" * 40}) + "\n")
+        write_texts(file, ["x" * 40])
     train, valid = (str(file) for file in files)
     paths = {"data_path": (train,), "valid_data_path": (valid,), "num_workers": 5}
     data = build_data(run_config(NO_GRAPHS, paths), ParallelGroups.single(), lambda text: None)

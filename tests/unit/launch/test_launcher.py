@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_packed.cli import train
-from megatron_packed.cli.errors import UsageError
+from megatron_packed.cli.command import UsageError
 from megatron_packed.cli.slurm_first_host import first_host
 from megatron_packed.launch import launcher as launch_module
-from megatron_packed.launch.launcher import Launcher, LaunchOptions
+from megatron_packed.launch.launcher import Launcher
+from megatron_packed.launch.local_ranks import LaunchOptions
 from megatron_packed.training.under_launcher import LAUNCHER, report_file
 
 REPOSITORY = Path(__file__).parents[3]
@@ -147,7 +148,8 @@ def test_a_stop_signal_between_two_attempts_starts_no_rank_again(
 PROGRAM = """
 import sys
 from types import SimpleNamespace
-from megatron_packed.launch.launcher import Launcher, LaunchOptions
+from megatron_packed.launch.launcher import Launcher
+from megatron_packed.launch.local_ranks import LaunchOptions
 config = SimpleNamespace(checkpoint=SimpleNamespace(load=None, save=None))
 options = LaunchOptions(processes=2, max_restarts=3, shutdown_timeout=float(sys.argv[1]))
 sys.exit(Launcher(options, [], config).run())

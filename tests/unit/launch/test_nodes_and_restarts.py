@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_packed.launch.launcher import LaunchOptions
-from megatron_packed.launch.local_ranks import Placement, RankFailure
+from megatron_packed.launch.local_ranks import LaunchOptions, Placement, RankFailure
 from megatron_packed.launch.nodes_and_restarts import Agreement, ManyNodes, OneNode
 
 

@@ -4,10 +4,10 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables
+from support.hybrid_cases import CPU_BUILD
+from support.random_tensors import normal
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -27,8 +27,7 @@ def build(**changes):
         rotary = Rotary(
             max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu"
         )
-    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
-    layer = Attention(config, build, rotary=rotary)
+    layer = Attention(config, CPU_BUILD, rotary=rotary)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -45,7 +44,7 @@ def test_rows_go_group_by_group_queries_then_key_then_value():
     rows = layer.qkv.weight.data.view(GROUPS, HEADS // GROUPS + 2, WIDTH, 16)
     rows[0, -1] = 0
     layer.proj = torch.nn.Identity()
-    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    x = normal(6, 16, seed=1)
     heads = layer(x, PackedSeqParams.from_lengths([6], 6)).view(6, HEADS, WIDTH)
     assert heads[:, :2].abs().max() == 0
     value = x @ rows[1, -1].T
@@ -57,7 +56,7 @@ def test_rows_go_group_by_group_queries_then_key_then_value():
 
 def test_tables_of_the_pack_replace_its_positions():
     layer = build(position_embedding_type="rope")
-    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    x = normal(6, 16, seed=1)
     packed = PackedSeqParams.from_lengths([6], 6)
     stretched = packed.with_tables(SharedTables(rope_position_ids=3 * packed.position_ids))
     assert torch.equal(
@@ -70,7 +69,7 @@ def test_tables_of_the_pack_replace_its_positions():
 def test_a_tail_beyond_the_rotary_tables_keeps_real_rows_as_they_are():
     """Check rotary tables of 32 positions with a pack of 100 slots, without precomputed positions."""
     layer = build(position_embedding_type="rope")
-    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
+    x = normal(100, 16, seed=1)
     out = layer(x, PackedSeqParams.from_lengths([32, 6], 100))
     assert torch.isfinite(out).all()
     alone = layer(x[32:38], PackedSeqParams.from_lengths([6], 6))

@@ -5,14 +5,14 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.packed.params import PackedSeqParams
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.olmo2 import modeling_olmo2 as olmo2  # noqa: E402
 from transformers.models.qwen3 import modeling_qwen3 as qwen3  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # noqa: E402
+
+from support.hybrid_cases import CPU_BUILD  # noqa: E402
 
 TOLERANCE = 1e-5
 """max |difference| / max |reference| of outputs and gradients, float32."""
@@ -131,7 +131,7 @@ def test_a_pack_gives_the_results_of_its_documents_by_transformers(name):
     theirs.scaling = ours_config.softmax_scale or theirs.scaling
     ours = Attention(
         ours_config,
-        Build(backends=Backends(), device="cpu", dtype=torch.float32),
+        CPU_BUILD,
         rotary=Rotary.from_config(ours_config, 128, backend="auto", device="cpu"),
     )
     weights = {

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.layer import MoE
 from megatron_packed.packed.params import PackedSeqParams
+from support.hybrid_cases import CPU_BUILD
 
 T, K, E = 13, 2, 4
 
@@ -91,7 +90,7 @@ def test_a_layer_drops_assignments_beyond_the_capacity_and_counts_those_requeste
         moe_expert_capacity_factor=1.0,
         moe_token_drop_policy=policy,
     )
-    moe = MoE(config, Build(backends=Backends(), device="cpu", dtype=torch.float32))
+    moe = MoE(config, CPU_BUILD)
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(0))

@@ -16,13 +16,25 @@ from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import accept, asked, clear_by_torch, listed
+from support.quack_stand_in import (
+    OLDER,
+    OTHER_GPU,
+    accept,
+    asked,
+    assert_a_row_is_alone,
+    assert_equal,
+    assert_few_plans,
+    clear_by_torch,
+    listed,
+    other_machine,
+    saved_shapes,
+)
+from support.random_tensors import normal
 from support.traced_units import saved_bytes, units_of
 
 PACKAGE = "megatron_packed.ops.grouped_mlp."
@@ -66,7 +78,7 @@ def experts(backend="auto", kind="squared_relu", dtype=BF16):
 
 def values(offsets=None, rows=R):
     """Return x and dy; rows after the last offset are NaN."""
-    x, dy = torch.randn(2, rows, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x, dy = normal(2, rows, D).bfloat16()
     if offsets is not None:
         x[int(offsets[-1]) :] = dy[int(offsets[-1]) :] = torch.nan
     return x, dy
@@ -139,14 +151,7 @@ def test_a_pack_without_rows_launches_nothing(on_cpu, package, accumulate):
 
 def test_a_row_depends_on_itself_only(on_cpu):
     offsets = offsets_of(ENDS[4])
-    before = run(experts(), offsets)
-    x, dy = values()
-    x[7], dy[7] = 3.0, torch.nan
-    after = run(experts(), offsets, (x, dy))
-    others = torch.arange(R) != 7
-    for name in ("y", "x"):
-        assert torch.equal(before[name][others], after[name][others])
-        assert not torch.equal(before[name][7], after[name][7])
+    assert_a_row_is_alone(lambda *given: run(experts(), offsets, given), *values())
 
 
 def test_nan_is_seen_in_the_output(on_cpu):
@@ -165,29 +170,22 @@ def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
         lambda each: torch.empty(R * D + 1, dtype=BF16)[1:].view(R, D).copy_(each),
     ):
         got = run(experts(), offsets, (strided(x), strided(dy)))
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert_equal(got, want)
 
 
 def test_the_activation_is_not_saved(on_cpu):
     def saved(backend):
-        found = []
-        offsets = offsets_of(ENDS[0])
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: found.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
-        ):
-            run(experts(backend), offsets)
-        return found.count((R, F))
+        return saved_shapes(lambda: run(experts(backend), offsets_of(ENDS[0]))).count((R, F))
 
     assert saved("auto") == 1 < saved("quack")
 
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
-    epilogues = import_module("megatron_packed.ops.quack_epilogues")
-    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
-    for rows in range(84, 94):
-        run(experts(), offsets_of(ENDS[0]), values(rows=rows))
-        for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):
-            assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+    assert_few_plans(
+        monkeypatch,
+        lambda rows: run(experts(), offsets_of(ENDS[0]), values(rows=rows)),
+        range(84, 94),
+    )
 
 
 def hooked(layer):
@@ -204,7 +202,7 @@ def test_steps_that_are_observed_or_replaced_are_called(on_cpu, change):
     layer = experts()
     change(layer)
     got, want = run(layer, offsets), run(experts("quack"), offsets)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_equal(got, want)
     named = experts("quack_joined")
     change(named)
     with pytest.raises(NoBackendError, match="are replaced or observed"):
@@ -223,12 +221,9 @@ def test_what_cannot_be_is_refused_with_its_reason(joined, monkeypatch):
         device_type="cuda",
     )
     assert joined.not_supported_reasons(inputs) == ["the products compute squared_relu, not swiglu"]
-    older = type(import_module("megatron_packed.ops.quack_epilogues")._squared_relu)
-    monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    other_machine(monkeypatch)
     version, tiles = joined.not_supported_reasons(replace(inputs, activation="squared_relu"))
-    assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
-    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
+    assert OLDER in version and tiles == OTHER_GPU
 
 
 OFFLOADED = {"fine_grained_activation_offloading": True, "offload_modules": ("expert_fc1",)}

@@ -1,6 +1,7 @@
 """Dense MLP with joined products, with a stand-in for the package quack (`quack_stand_in`)."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -17,12 +18,23 @@ from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.trace import Imagined
-from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
-from support.quack_stand_in import accept, asked, listed
+from support.quack_stand_in import (
+    OLDER,
+    OTHER_GPU,
+    accept,
+    asked,
+    assert_a_row_is_alone,
+    assert_equal,
+    assert_few_plans,
+    listed,
+    other_machine,
+    saved_shapes,
+)
+from support.random_tensors import normal
 from support.traced_units import saved_bytes, units_of
 
 NAME = "megatron_packed.ops.dense_mlp.quack"
@@ -56,7 +68,7 @@ def mlp(backend="auto", kind="squared_relu", dtype=BF16, **options):
 
 
 def values(rows=T):
-    return torch.randn(2, rows, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return normal(2, rows, D).bfloat16()
 
 
 def run(layer, x, dy, *, accumulate=False, frozen=()):
@@ -139,14 +151,7 @@ def test_a_pack_without_rows_launches_nothing(on_cpu, package):
 
 
 def test_a_row_depends_on_itself_only(on_cpu):
-    x, dy = values()
-    before = run(mlp(), x, dy)
-    x[7], dy[7] = 3.0, torch.nan
-    after = run(mlp(), x, dy)
-    others = torch.arange(T) != 7
-    for name in ("y", "x"):
-        assert torch.equal(before[name][others], after[name][others])
-        assert not torch.equal(before[name][7], after[name][7])
+    assert_a_row_is_alone(partial(run, mlp()), *values())
 
 
 def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
@@ -157,21 +162,17 @@ def test_tensors_that_the_kernel_cannot_read_are_copied(on_cpu):
         torch.empty(T * D + 1, dtype=BF16)[1:].view(T, D).copy_(dy),
     ):
         got = run(mlp(), x, strided)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert_equal(got, want)
     strided = torch.empty(T * D + 1, dtype=BF16)[1:].view(T, D).copy_(x)
     got = run(mlp(), strided, dy)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_equal(got, want)
 
 
 def test_the_activation_is_not_saved(on_cpu):
     def saved(backend):
-        found = []
         x, dy = values()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: found.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
-        ):
-            mlp(backend)(x.requires_grad_()).backward(dy)
-        return found.count((T, F))
+        layer = mlp(backend)
+        return saved_shapes(lambda: layer(x.requires_grad_()).backward(dy)).count((T, F))
 
     assert saved("auto") == 1 < saved("torch")
 
@@ -197,7 +198,7 @@ def test_modules_that_are_observed_or_replaced_are_called(on_cpu, package, chang
     change(layer)
     x, dy = values()
     got, want = run(layer, x, dy), run(mlp("torch"), x, dy)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_equal(got, want)
     assert not package.tiles
 
 
@@ -299,12 +300,9 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
         channels=12, inner=F, kind="squared_relu", dtype=BF16, device_type="cuda"
     )
     assert quack.not_supported_reasons(inputs) == ["hidden size (12) is not divisible by 8"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    older = type(import_module("megatron_packed.ops.quack_epilogues")._squared_relu)
-    monkeypatch.setattr(older, "__call__", lambda self, A, B, C=None, *, cu_seqlens_m: None)
+    other_machine(monkeypatch)
     version, tiles, _ = quack.not_supported_reasons(inputs)
-    assert "has no ['config', 'dynamic_scheduler', 'tuned']; 0.6.5 works" in version
-    assert tiles == "the tiles are those of compute capability 9.x, found (10, 0)"
+    assert OLDER in version and tiles == OTHER_GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert quack.not_supported_reasons(inputs)[1] == "this machine has no GPU that CUDA can use"
     on_cpu = replace(inputs, device_type="cpu")
@@ -312,12 +310,7 @@ def test_what_cannot_be_is_refused_with_its_reason(quack, monkeypatch):
 
 
 def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
-    epilogues = import_module("megatron_packed.ops.quack_epilogues")
-    monkeypatch.setattr(quack_tiles, "_PLANS_KEPT", 3)
-    for rows in range(1, 9):
-        run(mlp(), *values(rows))
-        for product in (epilogues._squared_relu, epilogues._squared_relu_gradient):
-            assert 0 < len(product._call_cache) <= 3 and 0 < len(product._plan_cache) <= 3
+    assert_few_plans(monkeypatch, lambda rows: run(mlp(), *values(rows)), range(1, 9))
 
 
 def unit(pattern, backend, memory=None):

@@ -17,6 +17,7 @@ from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
+from support.hybrid_cases import CPU_BUILD
 
 
 def test_each_kind_has_a_record_with_torch() -> None:
@@ -100,8 +101,7 @@ def test_a_mixer_with_an_output_of_another_shape_is_refused(
         build=lambda config, build, place: Mixer(config, build, width=1),
         layer=HybridLayer,
     )
-    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
-    layer = build_layer("-", cases.tiny_config("-"), build)
+    layer = build_layer("-", cases.tiny_config("-"), CPU_BUILD)
     packed = PackedSeqParams.from_lengths([3], 4)
     with pytest.raises(
         ValueError, match=r"Mixer returned \(4, 1\) for a hidden state of \(4, 32\)"

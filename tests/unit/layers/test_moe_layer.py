@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.build_layers import build_layer
 from megatron_packed.layers.moe.layer import MoE, count_valid
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.packed.shared_tables import SharedTables
+from support.hybrid_cases import CPU_BUILD
+from support.random_tensors import normal
 
 REAL, TAIL = 7, 3
 PACKED = PackedSeqParams.from_lengths([4, 3], REAL + TAIL)
@@ -33,7 +33,7 @@ def config(**changes):
 
 
 def build(kind=MoE, **changes):
-    module = kind(config(**changes), Build(backends=Backends(), device="cpu", dtype=torch.float32))
+    module = kind(config(**changes), CPU_BUILD)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -42,7 +42,7 @@ def build(kind=MoE, **changes):
 
 
 def inputs():
-    return torch.randn(REAL + TAIL, 8, generator=torch.Generator().manual_seed(1))
+    return normal(REAL + TAIL, 8, seed=1)
 
 
 def expert(moe, number, x):

@@ -3,18 +3,15 @@
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.aux_loss import chosen_experts
 from megatron_packed.layers.moe.random_logits import random_logits
 from megatron_packed.layers.moe.router import Router, topk_routing
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.params import PackedSeqParams
+from support.hybrid_cases import CPU_BUILD
 
 DOCUMENTS = [4000, 1, 3000, 1191]
 PACKED = PackedSeqParams.from_lengths(DOCUMENTS, 8192)
-
-BUILD = Build(backends=Backends(), device="cpu", dtype=torch.float32)
 
 
 def logits_of(packed=PACKED, seed=5, experts=16):
@@ -29,7 +26,7 @@ def router_of(forced, width=8):
         add_bias_linear=False,
         moe_router_force_load_balancing=forced,
     )
-    router = Router(config, BUILD).double().train()
+    router = Router(config, CPU_BUILD).double().train()
     with torch.no_grad():  # the learned logits choose expert 3 for every token
         router.weight.zero_()[3] = 10.0
     router.routing_seed = 5

@@ -20,7 +20,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops import quack_tiles
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.residual_projection import api
-from megatron_packed.ops.varlen_attention import backends as varlen_attention
+from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.hybrid_cases import VOCAB, tiny_config
 from support.kernel_calls import config_of
@@ -141,7 +141,7 @@ def replaced(one):
 
 def replaced_and_wrapped(one):
     replaced(one)
-    apply.replace(one.mixer, "forward", apply.RecomputedCall(one.mixer.forward))
+    one.mixer.forward = apply.RecomputedCall(one.mixer.forward)
 
 
 def subclassed(one):
@@ -188,7 +188,7 @@ def test_recomputed_mixers_and_projections_add_the_residual_too(on_cpu, package,
     if not modules:
         for each in model.layers:
             projection = each.mixer.output_projection
-            apply.replace(projection, "forward", apply.RecomputedCall(projection.forward))
+            projection.forward = apply.RecomputedCall(projection.forward)
     before = len(package.tiles)
     got = run(model)
     # A second run does not repeat the product, and so needs no residual.

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.router import ExpertGroups, Router, topk_routing, update_expert_bias
 from megatron_packed.packed.params import PackedSeqParams
+from support.hybrid_cases import CPU_BUILD
+from support.random_tensors import normal
 
 LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
-
-BUILD = Build(backends=Backends(), device="cpu", dtype=torch.float32)
 
 
 def sigmoid(value):
@@ -109,7 +107,7 @@ def make_router(**changes):
         moe_router_topk=2,
         **changes,
     )
-    router = Router(config, BUILD)
+    router = Router(config, CPU_BUILD)
     with torch.no_grad():
         router.weight.normal_(generator=torch.Generator().manual_seed(0))
     return router
@@ -117,7 +115,7 @@ def make_router(**changes):
 
 def test_router_computes_in_float32_whatever_the_model_does():
     router = make_router()
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    x = normal(5, 8, seed=1).bfloat16().requires_grad_()
     routing = router(x, PackedSeqParams.from_lengths([5], 5))
     assert routing.logits_TE.dtype == routing.topk_weights_TK.dtype == torch.float32
     assert torch.equal(routing.logits_TE, x.detach().float() @ router.weight.t())

@@ -29,6 +29,7 @@ from megatron_packed.models.decoder import Decoder
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.resume.held_state import held_state
 from support import hybrid_cases as cases
+from support.hybrid_cases import CPU_BUILD
 
 ADAPTERS = "megatron_packed.layers.transformer_engine"
 TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine", "varlen_attention": "reference"}
@@ -492,8 +493,7 @@ def test_its_layers_are_made_and_called_as_the_local_ones(engine) -> None:
 
 
 def test_the_norms_residual_is_the_input_itself(engine) -> None:
-    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
-    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, build=build)
+    norm = engine.norm(8, kind="RMSNorm", eps=1e-3, build=CPU_BUILD)
     assert norm.te_module.eps == 1e-3
     with torch.no_grad():
         norm.weight.normal_()

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.moe.layer import MoE
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
+from support.hybrid_cases import CPU_BUILD
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,7 +77,7 @@ def test_qwen_experts(normalised):
         moe_shared_expert_intermediate_size=24,
         moe_shared_expert_gate=True,
     )
-    moe = MoE(config, Build(backends=Backends(), device="cpu", dtype=torch.float32))
+    moe = MoE(config, CPU_BUILD)
     rename = {
         "router.weight": lambda state: state["gate.weight"],
         "experts.fc1": lambda state: state["experts.gate_up_proj"],

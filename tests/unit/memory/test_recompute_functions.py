@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from megatron_packed.memory.recompute import RecomputeError, checkpoint
 from megatron_packed.memory.recompute_outputs import recomputed_output
+from support.random_tensors import normal
 from support.recomputed_outputs import without_output
 
 T, D = 6, 4
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 def inputs(seed=0):
-    return torch.randn(T, D, generator=torch.Generator().manual_seed(seed + 100)).requires_grad_()
+    return normal(T, D, seed=seed + 100).requires_grad_()
 
 
 def run(block, x, how=lambda function, *args: function(*args), add=1.0):

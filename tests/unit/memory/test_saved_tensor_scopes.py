@@ -11,6 +11,7 @@ from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.memory.saved_tensor_scopes import SavedTensorScopes
 from support.late_streams import ORDERS, LateStreams
+from support.random_tensors import normal
 from support.recomputed_outputs import without_output
 
 T, D = 6, 4
@@ -50,7 +51,7 @@ class Log:
 
 
 def inputs(seed=0):
-    return torch.randn(T, D, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return normal(T, D, seed=seed).requires_grad_()
 
 
 def run(parts, x, scopes=None):

@@ -8,7 +8,7 @@ import torch
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
 import megatron_packed.layers.kinds.mamba as mamba_mixer
-import megatron_packed.layers.short_convolution as short_convolution
+import megatron_packed.layers.recurrent_mixer as recurrent_mixer
 import megatron_packed.ops.ssd.reference as ssd_reference
 from support import hybrid_cases as cases
 from support.row_products import experts_row_by_row
@@ -143,9 +143,9 @@ def test_removing_seq_idx_is_caught(batch):
 
 @pytest.mark.parametrize("pattern", ["M", "G"])
 def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch, pattern):
-    convolve = short_convolution.causal_conv1d
+    convolve = recurrent_mixer.causal_conv1d
     monkeypatch.setattr(
-        short_convolution,
+        recurrent_mixer,
         "causal_conv1d",
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )

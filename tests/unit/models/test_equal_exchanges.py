@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed import symmetric_exchange
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_exchange import staging_bytes
 from megatron_packed.explain.capabilities import parallel_capabilities
-from megatron_packed.models import equal_exchanges
 from megatron_packed.models.equal_exchanges import (
     connect_exchanges,
     exchange_bytes,
     exchange_line,
     uses_symmetric_memory,
 )
+from support import commands
 
 SHAPE = """--hybrid-layer-pattern M-*E --hidden-size 256 --num-attention-heads 4 --disable-bias-linear
     --normalization RMSNorm --squared-relu --seq-length 2048 --num-experts 4 --mamba-num-groups 2
@@ -83,7 +82,7 @@ def model_of() -> Any:
 def test_a_run_connects_each_group_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[str] = []
     monkeypatch.setattr(
-        equal_exchanges,
+        symmetric_exchange,
         "connect_exchange",
         lambda group, _: Connected() if not groups.append(group) else None,
     )
@@ -92,7 +91,7 @@ def test_a_run_connects_each_group_once_and_says_so(monkeypatch: pytest.MonkeyPa
     assert groups == ["cp", "ep"]
     assert isinstance(model.cp.exchange.memory, Connected)
     assert exchange_line(model, config) == (
-        "all-to-alls of equal parts: copies through symmetric memory"
+        "all-to-alls of equal parts: heads and rows for experts are copied through symmetric memory"
     )
     connect_exchanges(model_of(), config_of(f"{CP2} {BOUNDED}"), ParallelGroups.single())
     assert groups == ["cp", "ep"] and exchange_line(model, config_of(CP2)) == ""
@@ -108,7 +107,9 @@ def test_auto_falls_back_and_a_forced_backend_is_refused() -> None:
         # An E layer in graphs exchanges nothing here: its experts are not shared.
         connect_exchanges(model, config, ParallelGroups.single())
         assert model.cp.exchange.memory is None and model.cp.exchange.reason == reason
-        assert exchange_line(model, config) == f"all-to-alls: collectives, because {reason}"
+        assert exchange_line(model, config) == (
+            f"all-to-alls of equal parts: heads travel by the collective, because {reason}"
+        )
         with pytest.raises(ConfigError) as raised:
             connect_exchanges(model, config_of(f"{CP2} {FORCED}"), ParallelGroups.single())
     (problem,) = raised.value.problems
@@ -146,9 +147,8 @@ def test_explain_says_how_equal_parts_travel() -> None:
 def test_plan_counts_the_staging_buffers(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for flags in (CP2, f"{CP2} {FORCED}"):
-        argv = ["plan", *shlex.split(f"{SHAPE} {flags}"), "--vocab-size", "512"]
-        assert main([*argv, "--world-size", "2", "--json"]) == 0
-        (rank,) = json.loads(capsys.readouterr().out)["ranks"].values()
+        argv = shlex.split(f"plan {SHAPE} {flags} --vocab-size 512 --world-size 2")
+        (rank,) = commands.report(capsys, *argv)["ranks"].values()
         found.append(rank["bytes"])
     off, on = found
     assert (off["symmetric memory"], on["symmetric memory"]) == (0, staging_bytes(2))

@@ -10,7 +10,7 @@ import megatron_packed.layers.attention as attention
 import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
 import megatron_packed.layers.mlp as mlp
 import megatron_packed.layers.moe.aux_loss as aux_loss
-import megatron_packed.layers.short_convolution as short_convolution
+import megatron_packed.layers.recurrent_mixer as recurrent_mixer
 import megatron_packed.models.multi_token_prediction as multi_token_prediction
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.sections.model import ModelConfig
@@ -212,9 +212,9 @@ def test_short_chunks_are_checked(chunk, monkeypatch):
 
 
 def test_a_leaking_convolution_is_found(monkeypatch):
-    convolve = short_convolution.causal_conv1d
+    convolve = recurrent_mixer.causal_conv1d
     monkeypatch.setattr(
-        short_convolution,
+        recurrent_mixer,
         "causal_conv1d",
         lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
     )

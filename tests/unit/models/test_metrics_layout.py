@@ -3,7 +3,7 @@
 import torch
 
 from megatron_packed.models.metrics_layout import MetricsLayout, Reduction, Spike, StepValues
-from megatron_packed.optim.statistics import ZEROS_UNIT
+from megatron_packed.optim.clipping import ZEROS_UNIT
 
 
 def test_what_is_written_is_read() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_packed.config.sections.memory import OFFLOADED_IN, MemoryConfig
-from megatron_packed.layers.named_call import NamedCall
+from megatron_packed.layers.joined import NamedCall
 from megatron_packed.memory.activation_offload import Offload
 from megatron_packed.memory.apply import offload_parts
 from support import hybrid_cases as cases

@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from megatron_packed.layers.backends import Backends
-from megatron_packed.layers.build import Build
 from megatron_packed.layers.kinds.gated_delta_net import DocumentChunks
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 from support import rank_models
+from support.hybrid_cases import CPU_BUILD
 
 
 def tables_of(pattern):
     config = cases.tiny_config("M")
     object.__setattr__(config, "hybrid_layer_pattern", pattern)
-    build = Build(backends=Backends(), device="cpu", dtype=torch.float32)
+    build = CPU_BUILD
     return PackTables(config, build, rotary=None, max_positions=256)
 
 

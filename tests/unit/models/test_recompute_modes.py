@@ -25,6 +25,7 @@ from support.memory_modes import (
     model_of,
     train,
 )
+from support.random_tensors import normal
 
 
 def selective(*modules):
@@ -196,7 +197,7 @@ def test_a_mixer_is_copied_before_the_norm_that_shares_its_wrapper(copied):
     layer, packed = model.layers[PATTERN.index("M")], model.prepare(pack.packed)
     found = []
     for mixer, norm in ((layer.mixer, layer.norm), copied((layer.mixer, layer.norm))):
-        x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = normal(T, D, seed=1).requires_grad_()
         y, residual = norm.with_residual(x)
         (mixer(y, packed) + residual).sum().backward()
         found.append([x.grad, norm.weight.grad, *(weight.grad for weight in mixer.parameters())])

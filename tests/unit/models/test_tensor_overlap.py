@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 
 import pytest
 import torch
 
-from megatron_packed.cli.main import main
 from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.explain.capabilities import parallel_capabilities
 from megatron_packed.models.tensor_overlap import overlap_of, overlap_words, symmetric_bytes
+from support import commands
 
 SHAPE = """--hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4 --disable-bias-linear
     --normalization RMSNorm --squared-relu --seq-length 2048"""
@@ -94,9 +93,8 @@ def test_explain_says_whether_it_is_on_and_why_not() -> None:
 
 
 def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, int]:
-    argv = ["plan", *shlex.split(f"{SHAPE} {flags}"), "--vocab-size", "512", "--world-size", "2"]
-    assert main([*argv, "--json"]) == 0
-    (rank,) = json.loads(capsys.readouterr().out)["ranks"].values()
+    argv = shlex.split(f"plan {SHAPE} {flags} --vocab-size 512 --world-size 2")
+    (rank,) = commands.report(capsys, *argv)["ranks"].values()
     found: dict[str, int] = rank["bytes"]
     return found
 

@@ -1,5 +1,6 @@
 """Fixtures for kernels in Triton's interpreter."""
 
+import importlib
 import os
 from functools import partial
 
@@ -53,3 +54,14 @@ def bfloat16_of_a_gpu(monkeypatch):
         builder, "create_dot", lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
     )
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+@pytest.fixture
+def float32_too(monkeypatch):
+    """Let the scan accept float32, so that errors of formulas are not hidden by roundings to bf16."""
+    kernels = pytest.importorskip("megatron_packed.ops.ssd.triton_kernels")
+    chosen = importlib.import_module("megatron_packed.ops.ssd.api").OP.chosen
+    monkeypatch.setattr(kernels, "DTYPES", (torch.bfloat16, torch.float32))
+    chosen.clear()
+    yield
+    chosen.clear()

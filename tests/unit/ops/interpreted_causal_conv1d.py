@@ -7,6 +7,7 @@ from megatron_packed.ops.causal_conv1d import api, triton_kernels
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.column_slices import split_columns
 from support.op_packs import PACKS, boundaries, leaks, relative_error
+from support.random_tensors import normal
 
 C = 5
 
@@ -17,10 +18,6 @@ def small_programs(monkeypatch):
     for module in (api, triton_kernels):
         monkeypatch.setattr(module, "BLOCK_CHANNELS", 4)
     monkeypatch.setattr(api, "_SHORTEST_RUN", 12)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def results(backend, x, weight, bias, seq_idx, dy, activation):

@@ -11,6 +11,7 @@ from megatron_packed.ops.cross_entropy.api import linear_cross_entropy
 from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
 from megatron_packed.ops.token_rows import add_token_rows
+from support.random_tensors import normal
 from support.split_vocabulary import check_split, check_unknown_label, check_weight_gradient
 
 BACKENDS = ("reference", "triton")
@@ -25,10 +26,7 @@ def both(function, inputs):
     for backend in BACKENDS:
         outputs = function(backend)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        upstream = [
-            torch.randn(y.shape, generator=torch.Generator().manual_seed(i))
-            for i, y in enumerate(outputs)
-        ]
+        upstream = [normal(y.shape, seed=i) for i, y in enumerate(outputs)]
         results.append(
             (
                 *outputs,

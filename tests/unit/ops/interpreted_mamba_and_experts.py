@@ -17,12 +17,9 @@ from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.reference import document_sum
 from support.op_packs import PACKS, boundaries, leaks, relative_error
+from support.random_tensors import normal
 
 HEADS, CHUNK = 11, 16  # 11 heads need two programs, and the second is not full.
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def exact_sums(dt, A_log, bias, seq_idx):

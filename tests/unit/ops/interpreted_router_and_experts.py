@@ -6,6 +6,7 @@ import torch
 from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.ops.router_logits.api import partial_sums, router_logits
 from support.op_packs import relative_error
+from support.random_tensors import normal
 
 OFFSETS = {
     "usual": [0, 37, 37, 90],
@@ -14,10 +15,6 @@ OFFSETS = {
     "no rows at all": [0, 0, 0, 0],
 }
 EXPERTS, ROWS = 4, 97
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())

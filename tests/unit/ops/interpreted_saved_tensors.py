@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_packed.config.sections.memory import RECOMPUTED_IN, MemoryConfig
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.packed.micro_batch import MicroBatch
+from support.hybrid_cases import tiny_config
 from support.traced_units import saved_bytes as traced_bytes
 from support.traced_units import units_of
 
@@ -118,7 +118,7 @@ def libraries():
     layers = "megatron_packed.layers"
     with (
         mock.patch(f"{layers}.attention.varlen_attention", flash_attention),
-        mock.patch(f"{layers}.short_convolution.causal_conv1d", convolution),
+        mock.patch(f"{layers}.recurrent_mixer.causal_conv1d", convolution),
         mock.patch(f"{layers}.kinds.mamba.ssd", scan),
         mock.patch("megatron_packed.ops.grouped_mlp.api.grouped_mlp_backend", experts),
         mock.patch.object(grouped_mm, "_product", product),
@@ -170,32 +170,19 @@ def test_saved_bytes(case, modules):
             recompute_granularity="selective", recompute_modules=tuple(modules.split())
         )
     values = {
-        "hybrid_layer_pattern": pattern,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "mamba_state_dim": 16,
-        "mamba_num_groups": 2,
-        "mamba_chunk_size": CHUNK,
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
         "linear_value_head_dim": 16,
-        "num_experts": 5 if pattern == "E" else None,
-        "moe_ffn_hidden_size": 16,
+        "linear_norm_epsilon": 1e-6,
         "moe_aux_loss_coeff": 0.0,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "squared_relu": True,
         "position_embedding_type": "none",
-    } | changes
+        "untie_embeddings_and_output_weights": False,
+        "mamba_chunk_size": CHUNK,
+    }
+    config = tiny_config(pattern, **values | changes)
     model, planned, plain = (
         HybridModel(
-            ModelConfig(**values),
+            config,
             vocab_size=64,
             max_positions=TOKENS,
             dtype=torch.bfloat16,

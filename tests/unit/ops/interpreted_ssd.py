@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.ssd import triton_kernels, triton_tiles
+from megatron_packed.ops.ssd import triton_tiles
 from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
 from support.op_packs import boundaries, leaks, relative_error
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results, upstream
@@ -14,14 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
 SIZES = (4, 20, 2, 12)
 """N, P, G and S; the tiles of the heads have unused channels."""
 
-
-@pytest.fixture(autouse=True)
-def float32_too(monkeypatch):
-    """Accept float32, so that errors of formulas are not hidden by roundings to bf16."""
-    monkeypatch.setattr(triton_kernels, "DTYPES", (torch.bfloat16, torch.float32))
-    OP.chosen.clear()
-    yield
-    OP.chosen.clear()
+pytestmark = pytest.mark.usefixtures("float32_too")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_packed.ops.ssd import triton_kernels, triton_states, triton_tiles
-from megatron_packed.ops.ssd.api import OP
 from support.op_packs import leaks, relative_error
 from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results
 from support.scan_parts import results_in_parts
@@ -14,14 +13,7 @@ SIZES = (4, 20, 2, 12)
 SMALL = (2, 20, 1, 12)
 """Heads of one group, where only parts and documents matter."""
 
-
-@pytest.fixture(autouse=True)
-def float32_too(monkeypatch):
-    """Accept float32, so that errors of formulas are not hidden by roundings to bf16."""
-    monkeypatch.setattr(triton_kernels, "DTYPES", (torch.bfloat16, torch.float32))
-    OP.chosen.clear()
-    yield
-    OP.chosen.clear()
+pytestmark = pytest.mark.usefixtures("float32_too")
 
 
 def errors(lengths, parts, sizes, **inputs):

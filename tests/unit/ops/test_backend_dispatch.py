@@ -1,12 +1,13 @@
 """Choice of a backend, and the cache of choices."""
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
 
 from megatron_packed.ops import backend_dispatch
-from megatron_packed.ops.backend_dispatch import Backend, NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, NoBackendError, Op
 
 
 @pytest.fixture
@@ -39,3 +40,38 @@ def test_what_is_remembered_is_bounded(op, monkeypatch):
     for number in range(100, 123):
         assert op.select(number).name == "any"
         assert len(op.chosen) <= 5
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    device_type: str
+
+
+@pytest.mark.parametrize(
+    ("device", "interpreted", "chosen", "asks"),
+    [
+        ("cpu", False, "any", False),
+        ("cpu", True, "kernel", True),
+        ("cuda", False, "kernel", True),
+    ],
+)
+def test_a_choice_for_a_cpu_does_not_import_kernels_of_gpus(
+    monkeypatch, device, interpreted, chosen, asks
+):
+    """The reasons against them are reported in any case."""
+    asked = []
+    module = ModuleType("kernel")
+    module.not_supported_reasons = lambda inputs: (
+        asked.append(inputs) or (["no"] if chosen == "any" else [])
+    )
+    monkeypatch.setitem(sys.modules, "backend_kernel", module)
+    monkeypatch.setitem(sys.modules, "backend_any", ModuleType("any"))
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    op = Op("count", (GPUBackend("kernel", "backend_kernel"), Backend("any", "backend_any")))
+    inputs = OnDevice(device)
+    assert op.select(inputs).name == chosen
+    assert bool(asked) == asks
+    assert op.explain(inputs) == {"kernel": ["no"] if chosen == "any" else [], "any": []}
+    if chosen == "any":
+        with pytest.raises(NoBackendError, match=r"'kernel' does not support .*: kernel: no"):
+            op.select(inputs, "kernel")

@@ -18,6 +18,7 @@ from megatron_packed.ops.gated_delta_rule.api import (
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
 from support.delta_rule_cases import ALL, PER_TOKEN, inputs
 from support.op_packs import boundaries, leaks, relative_error, run_without_values, with_gradients
+from support.random_tensors import normal
 
 G, N, K, V = 2, 4, 5, 7
 PACKS = {
@@ -125,7 +126,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_packed_equals_documents_one_by_one():
     lengths = [63, 2, 70]
     values = make(sum(lengths))
-    weight = torch.randn(sum(lengths), N, V, generator=torch.Generator().manual_seed(1))
+    weight = normal(sum(lengths), N, V, seed=1)
     packed = forward_backward(values, lengths, weight=weight)
     per_document = zip(*(values[name].split(lengths) for name in PER_TOKEN))
     alone = [
@@ -202,7 +203,7 @@ def test_every_element_is_written():
 
 def test_bfloat16_inputs_are_accumulated_in_float32():
     values = {k: v.bfloat16() if k in PER_TOKEN else v.float() for k, v in make(100).items()}
-    weight = torch.randn(100, N, V, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = normal(100, N, V, seed=1).bfloat16()
     got = forward_backward(values, [70, 30], weight=weight, backend="reference")
     wide = {name: value.double() for name, value in values.items()}
     want = forward_backward(wide, [70, 30], weight=weight, backend="recurrence")

@@ -16,6 +16,7 @@ import torch
 
 from megatron_packed.ops.ssd.parts import PartOfPack
 from support.compiled_products import overwritten_operands, transposed_in_registers
+from support.hopper_driver import Hopper
 
 triton = pytest.importorskip("triton")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -29,19 +30,6 @@ OPS = "megatron_packed.ops."
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one program may use on an H200."""
-
-
-class Hopper:
-    """Stand-in for Triton's driver with the functions that a compilation needs."""
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_packed.ops.rms_norm.api import layer_norm, rms_norm, rms_norm_with_residual
+from megatron_packed.layers.norm import layer_norm
+from megatron_packed.ops.rms_norm.api import rms_norm, rms_norm_with_residual
 
 
 def formula(x, weight, eps, shift=0.0):

@@ -8,22 +8,11 @@ import torch
 triton = pytest.importorskip("triton")
 from triton import language as tl  # noqa: E402
 
+from support.hopper_driver import Hopper  # noqa: E402
+
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="the interpreter compiles nothing"
 )
-
-
-class Hopper:
-    """Stand-in for Triton's driver with the functions that a compilation needs."""
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 @triton.jit

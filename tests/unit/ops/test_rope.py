@@ -8,6 +8,7 @@ import torch
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.rope.api import apply_rope, rope_tables
+from support.random_tensors import normal
 
 
 def complex_rotation(x, positions, rotary_dim, base):
@@ -104,8 +105,8 @@ def test_wrong_arguments_are_refused():
 def test_bf16_gradients_are_rounded_once():
     """Check that the gradients of an element's two products are added before they are rounded."""
     cos, sin = rope_tables(64, 32, 10000.0, "cpu")
-    values = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    upstream = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values = normal(64, 3, 32).bfloat16()
+    upstream = normal(64, 3, 32, seed=1).bfloat16()
 
     def gradient(dtype):
         x = values.to(dtype).requires_grad_()

@@ -6,10 +6,7 @@ import torch
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.router_logits.api import router_logits
 from support.op_packs import relative_error, run_without_values
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from support.random_tensors import normal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from support.op_packs import (
     run_without_values,
     with_gradients,
 )
+from support.random_tensors import normal
 from support.scan_cases import NAMES as ALL
 from support.scan_cases import PER_TOKEN
 
@@ -53,7 +54,7 @@ def test_reference_is_the_recurrence(lengths, chunk_size):
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS.keys())
 def test_packed_equals_documents_one_by_one(lengths):
     values = make(sum(lengths))
-    weight = torch.randn(sum(lengths), N, P, generator=torch.Generator().manual_seed(1))
+    weight = normal(sum(lengths), N, P, seed=1)
     packed = forward_backward(values, lengths, weight=weight)
     documents, start = [], 0
     for length in lengths:
@@ -167,7 +168,7 @@ def test_very_strong_decay_stays_finite_and_right():
 def test_bfloat16_inputs_are_accumulated_in_fp32():
     lengths = [70, 30]
     low = {name: v.bfloat16() if name in PER_TOKEN else v for name, v in make(100).items()}
-    weight = torch.randn(100, N, P, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = normal(100, N, P, seed=1).bfloat16()
     got = forward_backward(low, lengths, weight=weight)
     wide = {name: value.double() for name, value in low.items()}
     want = forward_backward(wide, lengths, backend="recurrence", weight=weight)

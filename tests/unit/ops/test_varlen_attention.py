@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import (
-    backends,
+    api,
     flex,
     reference,
     sdpa,
@@ -268,8 +268,8 @@ def test_forced_backends_say_why_they_cannot_serve():
         with pytest.raises(NoBackendError, match=f"{name}: .*{needs}"):
             varlen_attention(q, k, v, offsets([10]), 10, backend=name)
     assert (
-        backends.OP.select(
-            backends.VarlenAttentionInputs(**{**INPUTS, "device_type": "cpu", "capability": None})
+        api.OP.select(
+            api.VarlenAttentionInputs(**{**INPUTS, "device_type": "cpu", "capability": None})
         ).name
         == "reference"
     )
@@ -277,15 +277,15 @@ def test_forced_backends_say_why_they_cannot_serve():
         prepare_tables("auto", torch.zeros(1, 10, dtype=torch.int32), offsets([10]), **SIZES)
         is None
     )
-    many_tokens = backends.VarlenAttentionInputs(**{**INPUTS, "tokens": 65536})
+    many_tokens = api.VarlenAttentionInputs(**{**INPUTS, "tokens": 65536})
     assert any("65536" in reason for reason in sdpa.not_supported_reasons(many_tokens))
 
 
 def test_the_32_bit_guard_counts_the_padding_of_each_document():
     # With 16 heads of dimension 128 the limit is 2^31 / (16 * 128) = 1,048,576 padded rows.
-    assert backends.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
-    assert backends.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
-    assert backends.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
+    assert api.padded_gradient_elements(1_048_576 - 128 * 10 - 1, 10, 16, 128) < 2**31
+    assert api.padded_gradient_elements(1_048_576 - 128 * 10, 10, 16, 128) >= 2**31
+    assert api.padded_gradient_elements(0, 1, 1, 40) == 128 * 64
 
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
@@ -303,7 +303,7 @@ INPUTS = dict(
 def reasons(module, **changes):
     return " ".join(
         module.not_supported_reasons(
-            backends.VarlenAttentionInputs(
+            api.VarlenAttentionInputs(
                 **{**INPUTS, "dtype": torch.bfloat16, "head_dim": 64, **changes}
             )
         )
@@ -362,7 +362,7 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = backends.attention_inputs(
+    found = api.attention_inputs(
         **sizes,
         tokens=8192,
         num_sequences=8200,
@@ -374,13 +374,11 @@ def test_oversized_inputs_are_found_before_a_kernel_runs(monkeypatch):
         found.oversized_backward == (8192 + 128 * 8200) * 16 * 128 and found.oversized_square == 0
     )
     many = {**sizes, "tokens": 8192, "num_sequences": 66, "window_size": None, "automatic": False}
-    found = backends.attention_inputs(**many, deterministic=True)
+    found = api.attention_inputs(**many, deterministic=True)
     assert found.oversized_backward == 0 and found.oversized_square == 66 * 16 * 8192**2
     # The user's environment variable also makes cuDNN deterministic.
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert (
-        backends.attention_inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
-    )
+    assert api.attention_inputs(**many, deterministic=False).oversized_square == 66 * 16 * 8192**2
 
 
 @pytest.mark.parametrize("documents", [1, 3, 1024])
@@ -396,7 +394,7 @@ def test_room_for_documents_does_not_decide_which_kernel_auto_takes(documents):
         "dtype": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    found = backends.attention_inputs(
+    found = api.attention_inputs(
         **sizes,
         tokens=1024,
         num_sequences=documents,
@@ -423,12 +421,8 @@ def test_limits_of_kernels_are_exact(monkeypatch):
         "window_size": None,
     }
     for tokens, elements in ((2**24 - 128 * 4 - 1, 0), (2**24 - 128 * 4, 2**31)):
-        found = backends.attention_inputs(
-            **sizes, tokens=tokens, deterministic=False, automatic=True
-        )
+        found = api.attention_inputs(**sizes, tokens=tokens, deterministic=False, automatic=True)
         assert (found.oversized_backward, found.oversized_square) == (elements, 0)
     for tokens, elements in ((2**14 - 1, 0), (2**14, 2**30)):
-        found = backends.attention_inputs(
-            **sizes, tokens=tokens, deterministic=True, automatic=False
-        )
+        found = api.attention_inputs(**sizes, tokens=tokens, deterministic=True, automatic=False)
         assert (found.oversized_backward, found.oversized_square) == (0, elements)

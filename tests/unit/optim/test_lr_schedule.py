@@ -6,7 +6,7 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.optim.lr_schedule import Schedule
+from megatron_packed.optim.schedules import Schedule
 
 LR, MIN = 3e-4, 3e-5
 

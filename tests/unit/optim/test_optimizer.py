@@ -9,6 +9,7 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.zero1_layout import BufferPart
 from megatron_packed.optim.optimizer import Optimizer
+from support.random_tensors import normal
 
 LR = float(np.float32(3e-3))  # the device holds float32: give torch.optim the same number
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -45,7 +46,7 @@ def torch_adamw(model: nn.Module, fused: bool) -> torch.optim.AdamW:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    x = torch.randn(6, model[0].in_features, generator=torch.Generator().manual_seed(step))
+    x = normal(6, model[0].in_features, seed=step)
     return model[:3](x.to(model[0].weight.dtype)).float().square().sum()
 
 

@@ -6,9 +6,10 @@ from torch import nn
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
-from megatron_packed.optim.clipping import Counted, nonzeros
+from megatron_packed.optim.clipping import ZEROS_UNIT, Counted, nonzeros
 from megatron_packed.optim.optimizer import Optimizer
-from megatron_packed.optim.statistics import ZEROS_UNIT, Statistics
+from megatron_packed.optim.statistics import Statistics
+from support.random_tensors import normal
 from support.recorder import Recorder
 
 
@@ -40,7 +41,7 @@ def test_both_are_those_of_a_loop_over_the_parameters() -> None:
     }
     for step in range(3):
         for parameter in model.parameters():
-            grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+            grad = normal(parameter.shape, seed=step)
             parameter.main_grad.copy_(grad * (grad.abs() > 0.3))
         model.router.main_grad[0, 0] = 1e-45  # zero only after clipping, so not counted
         zeros = sum(int((parameter.main_grad == 0).sum()) for parameter in model.parameters())
@@ -62,9 +63,7 @@ def test_what_another_rank_counts_too_is_counted_once() -> None:
     """A rank counts half of a tensor that two ranks hold, and leaves out elements that another rank
     counts.
     """
-    whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).where(
-        torch.arange(4096) % 3 > 0, 0
-    )
+    whole = normal(4096).where(torch.arange(4096) % 3 > 0, 0)
     copied = torch.ones(4096).where(torch.arange(4096) % 2 > 0, 0)
     mine = Counted([whole, copied], [whole[100:700]], [1, 2])
     before = whole.clone()

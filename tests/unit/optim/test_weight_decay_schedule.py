@@ -6,7 +6,7 @@ import pytest
 
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.optim.weight_decay_schedule import WeightDecaySchedule
+from megatron_packed.optim.schedules import WeightDecaySchedule
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 64 --seq-length 64 --data-path x.jsonl --lr 1e-3"
 RISE = "--start-weight-decay 0.01 --end-weight-decay 0.1"

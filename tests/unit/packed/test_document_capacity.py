@@ -75,7 +75,7 @@ def test_nothing_to_measure_is_refused():
 
 
 def test_a_pack_takes_the_smallest_size_that_holds_it():
-    capture_sizes = CaptureSizes.of([64, 16, 64], 8192)
+    capture_sizes = CaptureSizes.from_capacities([64, 16, 64], 8192)
     assert capture_sizes.sizes == (CaptureSize(16, 8192), CaptureSize(64, 8192))
     assert (capture_sizes.capacities, capture_sizes.largest) == ((16, 64), 64)
     found = [capture_sizes.smallest_for(num_seqs, 8192) for num_seqs in (0, 1, 16, 17, 64)]
@@ -113,8 +113,8 @@ def test_sizes_that_are_no_whole_numbers_are_refused():
     """A fraction, a text and a boolean are TypeErrors; NumPy's integers are accepted."""
     for wrong, kind in ((1.5, "float"), ("16", "str"), (True, "bool")):
         with pytest.raises(TypeError, match=rf"capacity .* of type {kind}; give a whole number"):
-            CaptureSizes.of([wrong], 128)
-    assert CaptureSizes.of(np.array([16]), 128).largest == 16
+            CaptureSizes.from_capacities([wrong], 128)
+    assert CaptureSizes.from_capacities(np.array([16]), 128).largest == 16
 
 
 def test_capture_sizes_that_hold_nothing_are_refused():

@@ -297,8 +297,8 @@ def test_every_number_of_a_step_has_a_group() -> None:
     )
     line = replace(line, params_norm=1.0, weight_decay=1.0, loss_median=1.0, grad_norm_median=1.0)
     listed = {"expert_load", "expert_dropped_by_layer", "plan_hash", "skip_reason", "iteration"}
-    assert line.as_dict().keys() - listed - {"skip_reason"} == metric_names.NAMES.keys()
-    assert {name.split("/")[0] for name in metric_names.NAMES.values()} == {"train", "perf", "data"}
+    assert line.as_dict().keys() - listed - {"skip_reason"} == metric_names.SECTIONS.keys()
+    assert metric_names.tracked_name("lm_loss") == "train/loss"
     validation = {"iteration": 3, "valid_loss": 1.0, "valid_target_tokens": 9, "plan_hash": "f"}
     assert metric_names.tracked(validation) == {
         "valid/loss": 1.0,

@@ -12,13 +12,13 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.reporting import log_file
 from megatron_packed.reporting.log_file import (
     Action,
+    JsonlWriter,
     LogFile,
     OldLines,
     Origin,
     RunIdentity,
     action_for,
 )
-from megatron_packed.reporting.metric_writers import JsonlWriter
 
 A, B = "/runs/a", "/runs/b"
 MINE = RunIdentity("mine", A)

@@ -14,13 +14,14 @@ import pytest
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters
 from megatron_packed.memory.offload_figures import OffloadFigures
-from megatron_packed.models.peak_flops import peak_of
+from megatron_packed.models.flops import peak_of
 from megatron_packed.reporting.console import Console
 from megatron_packed.reporting.curves import read_jsonl
-from megatron_packed.reporting.log_file import LogFile, Origin, RunIdentity
-from megatron_packed.reporting.metric_writers import JsonlWriter, TensorBoardWriter
+from megatron_packed.reporting.log_file import JsonlWriter, LogFile, Origin, RunIdentity
 from megatron_packed.reporting.run_report import write_report
 from megatron_packed.reporting.step_record import ExpertFigures, GraphFigures
+from megatron_packed.reporting.tensorboard import TensorBoardWriter
+from support.json_lines import read_lines, write_lines
 from support.step_records import record
 
 
@@ -79,7 +80,7 @@ def test_jsonl_of_a_resumed_run_reads_like_one_run(tmp_path, torn):
     writer = opened(path, first_iteration=3)  # resumed from the checkpoint of step 2
     writer.write(record(3, loss=math.nan).as_dict())
     writer.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert lines[-1]["lm_loss"] == "nan"
 
@@ -93,7 +94,7 @@ def test_the_opening_of_a_log_is_said_again_only_when_it_changes(tmp_path):
         for iteration in (first, first + 1):
             writer.write(record(iteration).as_dict())
         writer.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     assert [line["iteration"] for line in lines if "kernels" in line] == [1, 5]
     assert [line["iteration"] for line in lines if "data" in line] == [1]
     page = write_report(path, tmp_path / "page.html").read_text()
@@ -161,7 +162,7 @@ def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.write({"iteration": 3})
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 3]
+    assert [line["iteration"] for line in read_lines(path)] == [1, 3]
 
 
 def test_console_line_names_everything_and_only_rank_0_speaks(capsys):
@@ -238,7 +239,7 @@ def test_norm_of_parameters_and_zeros_are_shown_if_requested(capsys, tmp_path):
     ):
         Console(rank=0, total_steps=10).step(shown)
         assert text in capsys.readouterr().out
-        (tmp_path / "log.jsonl").write_text(json.dumps(shown.as_dict()) + "\n")
+        write_lines(tmp_path / "log.jsonl", [shown.as_dict()])
         page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
         assert ("Parameter norm" in page) == ("Zeros in the gradient" in page) == (shown is made)
 
@@ -266,10 +267,10 @@ def test_figures_of_offload(capsys):
 def test_report_sums_the_replays_of_all_steps(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [record(1, graphs=figures(6, 2)), record(2, graphs=figures(1_995, 0))]
-    log.write_text("".join(json.dumps(line.as_dict()) + "\n" for line in lines))
+    write_lines(log, (line.as_dict() for line in lines))
     page = write_report(log, tmp_path / "graphs.html").read_text()
     assert "2,001 micro-batches replayed, 2 eager (hit rate 99.9 %), 312 MiB" in page
-    log.write_text(json.dumps(record(1).as_dict()) + "\n")
+    write_lines(log, [record(1).as_dict()])
     assert "CUDA graphs" not in write_report(log, tmp_path / "none.html").read_text()
 
 
@@ -314,7 +315,7 @@ def test_a_read_log_keeps_the_last_loads_of_experts(tmp_path):
         {"step": 3},
     ]
     log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(log, lines)
     assert read_jsonl(log) == [{"step": 1}, *lines[1:]]
 
 
@@ -374,7 +375,7 @@ def test_report_says_rates_and_how_long_steps_waited(tmp_path):
         line.pop("data_wait_ms", None)
     for line in lines[6:]:
         line["data_wait_ms"] = 0.25 * line["step_time_ms"]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "log.jsonl", lines)
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert "<td>800 real tokens/s</td>" in page and "<td>80.0 ms</td>" in page
     assert "<td>25.0 % of step time</td>" in page
@@ -404,7 +405,7 @@ def test_steps_that_were_not_taken_are_counted_by_their_reason_and_named(tmp_pat
     assert lines[2]["skipped"] and lines[2]["skip_reason"] == "no targets"
     assert not lines[0]["skipped"] and "skip_reason" not in lines[0]
     del lines[1]["skip_reason"]  # as in logs of older versions
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "log.jsonl", lines)
     page = write_report(tmp_path / "log.jsonl", tmp_path / "page.html").read_text()
     assert "<th>steps skipped as non-finite</th><td>1 (2)</td>" in page
     assert "<th>steps skipped without target tokens</th><td>2 (3, 5)</td>" in page

@@ -9,8 +9,12 @@ import torch
 
 from megatron_packed.config.sections.profiling import ProfilingConfig
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.reporting.out_of_memory import MemoryHistory, memory_history
-from megatron_packed.reporting.profiling import StepProfiler, kernel_table
+from megatron_packed.reporting.profiling import (
+    MemoryHistory,
+    StepProfiler,
+    kernel_table,
+    memory_history,
+)
 
 WINDOW = ProfilingConfig(
     profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5

@@ -1,6 +1,5 @@
 """Report page of a run: its parts, what was run, warnings, validations and escaping."""
 
-import json
 import os
 import re
 import resource
@@ -13,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_packed.reporting.curves import Run
-from megatron_packed.reporting.html_page import render, write_page
-from megatron_packed.reporting.page_filters import compact, duration
-from megatron_packed.reporting.run_overview import outcome
-from megatron_packed.reporting.run_report import write_report
-from megatron_packed.reporting.run_warnings import rising_validation, warnings_of
+from megatron_packed.reporting.html_page import compact, duration, render, write_page
+from megatron_packed.reporting.loss_warnings import rising_validation
+from megatron_packed.reporting.run_report import outcome, write_report
+from megatron_packed.reporting.run_warnings import warnings_of
+from support.json_lines import write_lines
 from support.step_records import record
 
 EVIL = "<script>alert('&')</script>\u202e\x1b[31m"
@@ -102,7 +101,7 @@ def page(tmp_path):
 
     def of(lines, **options):
         log = tmp_path / "log.jsonl"
-        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(log, lines)
         return write_report(log, tmp_path / "page.html", **options).read_text()
 
     return of

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.reporting.log_file import RunIdentity
-from megatron_packed.reporting.metric_writers import TensorBoardWriter
-from megatron_packed.reporting.tensorboard_folder import events_folder
+from megatron_packed.reporting.tensorboard import TensorBoardWriter, events_folder
 
 
 def test_events_of_another_run_stay_visible(tmp_path: Path) -> None:

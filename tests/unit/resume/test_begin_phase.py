@@ -10,6 +10,7 @@ from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
+from support.json_lines import write_texts
 
 MODEL = (
     "--hybrid-layer-pattern - --hidden-size 8 --seq-length 64 --lr 1e-2 --no-isolation-self-test"
@@ -19,7 +20,7 @@ MODEL = (
 def trained(folder: Path, words: str, text: str = "hello") -> list[dict]:
     """Train a tiny model and return the metadata of its checkpoints, the newest last."""
     data = folder / "documents.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(40)))
+    write_texts(data, (f"{n} {text}" for n in range(40)))
     argv = f"{MODEL} --data-path {data} {words}".split()
     assert train(RunConfig.from_args(argv)) is ExitCode.DONE
     saved = sorted(folder.glob("own/step_*/manifest.json"))

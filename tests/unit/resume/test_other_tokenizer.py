@@ -5,7 +5,6 @@ flag of it has changed. Checkpoints contain it, so later runs use it. Those of e
 not; another tokenizer is then refused, or named in a warning.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,14 +14,15 @@ from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.cli.main import main
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.run import RunConfig
+from megatron_packed.data.tokenizers import bpe_training
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_packed.inputs import open_documents
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.attached_files import remove_attached_files
+from support.json_lines import write_texts
 
 MODEL = (
     "--hybrid-layer-pattern *- --hidden-size 8 --num-attention-heads 2 --position-embedding-type rope --swiglu "
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of two texts, and of a run on the first of them, also as of an earlier version."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, words in WORDS.items():
-        (folder / f"{name}.jsonl").write_text(json.dumps({"text": words * 9}) + "\n")
+        write_texts(folder / f"{name}.jsonl", [words * 9])
     assert run(folder, "colours", f"--train-iters 2 --save {folder}/run") is ExitCode.DONE
     shutil.copytree(folder / "run", folder / "earlier")
     remove_attached_files(folder / "earlier")
@@ -127,7 +127,7 @@ def test_a_run_resumes_without_its_cache_as_if_it_had_not_stopped(
         if name == "resumed":
             train(RunConfig.from_args([*words, "--exit-interval", "2"]))
             shutil.rmtree(tmp_path / "colours")
-            monkeypatch.setattr(open_documents, "train_bpe", pytest.fail)
+            monkeypatch.setattr(bpe_training, "train_bpe", pytest.fail)
         train(RunConfig.from_args(words), records.append)
         losses[name] = [one["lm_loss"] for one in records if one.get("iteration", 0) > 2]
     assert losses["whole"] == losses["resumed"] and len(losses["whole"]) == 2

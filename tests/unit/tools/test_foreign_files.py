@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from common import foreign_conversion as foreign
 from common.altered_models import FILE_CHANGES, alter, old_form
 from support.huggingface_models import FAMILIES, computes_wrong_groups
+from support.json_lines import read_json
 
 MISSING = object()
 
@@ -31,7 +32,7 @@ def saved(folder: Path, family: str, number: int = 0) -> Path:
 
 def change(folder: Path, changes: dict[str, Any]) -> None:
     path = folder / "config.json"
-    fields = {**json.loads(path.read_text()), **changes}
+    fields = {**read_json(path), **changes}
     fields = {key: value for key, value in fields.items() if value is not MISSING}
     path.write_text(json.dumps(fields))
 
@@ -81,7 +82,7 @@ def test_altered_options_give_the_logits_of_transformers_or_a_refusal(case, tmp_
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_moe", "granitemoehybrid", "qwen3_5"])
 def test_old_files_are_exported_with_their_logits(family, tmp_path):
     folder = saved(tmp_path, family)
-    fields = json.loads((folder / "config.json").read_text())
+    fields = read_json(folder / "config.json")
     old_form(fields)
     (folder / "config.json").write_text(json.dumps(fields))
     root = tmp_path / "roots" / "ours"

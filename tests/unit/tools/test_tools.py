@@ -1,6 +1,5 @@
 """A few cases of each long check; `tools/README.md` lists commands for more cases."""
 
-import json
 import random
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from support.json_lines import read_lines
 
 
 def test_damaged_files():
@@ -28,7 +29,7 @@ def test_hostile_files(tmp_path, capsys):
 
     readers = ["costs", "indexed data", "JSON lines", "template", "Megatron checkpoint"]
     assert payloads.main(readers, every=24, out=tmp_path / "rows", patience=300) == 0
-    assert [json.loads(line)["outcome"] for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [line["outcome"] for line in read_lines(tmp_path / "rows")]
     ended = payloads.Ended(0, "", 0, 0.0)
     canary = payloads.Canary(tmp_path / "was_run", tmp_path, "secret")
     before = payloads.outside_state(canary)
@@ -79,7 +80,43 @@ def test_outcomes_of_files_are_counted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(foreign_files, "rows", lambda *given: iter(rows))
     assert foreign_files.main(2, 0, 1, ["llama"], out) == 1
     assert capsys.readouterr().out.endswith("converted | 1 | 0 | 0 | 1 | 0 | 0 | 0\n1 of 2\n")
-    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    assert read_lines(out) == rows
+
+
+def test_mutations_are_counted(tmp_path, capsys):
+    import mutations
+
+    def row(name, text, replacement, test="test_double"):
+        return mutations.Mutation(name, file, text, replacement, [f"tests/test_sums.py::{test}"])
+
+    file, source = "megatron_packed/sums.py", "def double(x):\n    return 2 * x\n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).with_name("__init__.py").touch()
+    (tmp_path / file).write_text(source)
+    (tmp_path / "tests" / "test_sums.py").write_text(
+        "from megatron_packed.sums import double\n\ndef test_double():\n    assert double(3) == 6\n"
+    )
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    rows = [
+        row("other", "2 *", "3 *"),
+        row("equal", "2 * x", "x + x"),
+        row("old", "2 * y", "3 * y"),
+        row("twice", "x", "y"),
+        row("gone", "2 *", "3 *", "test_gone"),
+    ]
+    moved = [
+        rows[number]._replace(file="megatron_packed/old.py").place(tmp_path) for number in (0, 2)
+    ]
+    assert moved == [tmp_path / file, None]
+    assert mutations.main(rows[:1], tmp_path) == 0
+    assert mutations.main(rows, tmp_path) == 1
+    _, *found, last = capsys.readouterr().out.splitlines()[3:]
+    outcomes = [line.split()[0] for line in found]
+    assert outcomes == ["killed", "survived", "stale", "stale", "untested"] and last == "1 of 5"
+    assert "test_double" in found[0]
+    assert (tmp_path / file).read_text() == source
+    assert all(row.replacement != row.text and row.tests for row in mutations.read_mutations())
 
 
 def test_random_models():
@@ -272,7 +309,6 @@ def test_traced_run():
         "cuda_graphs/",
         "memory/",
         "explain/capabilit",
-        "explain/planned",
         "explain/report",
     )
     off += ("data/tokenizers/chat_template", "data/tokenizers/template_process", "data/sources/hub")

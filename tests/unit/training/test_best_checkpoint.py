@@ -1,6 +1,5 @@
 """The checkpoint of the lowest validation loss, and the early stop of a run."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_packed.training import evaluation
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from megatron_packed.training.trainer import Trainer
+from support.json_lines import write_texts
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
 LOSSES = [3.0, 2.0, float("nan"), 2.0, 2.5, 2.75, 1.5, 1.25]
@@ -25,8 +25,7 @@ LOSSES = [3.0, 2.0, float("nan"), 2.0, 2.5, 2.75, 1.5, 1.25]
 def flags(tmp_path: Path) -> list[str]:
     """Flags of a run of eight steps that validates after every step and keeps one checkpoint."""
     for name, word in (("train", "hello"), ("valid", "99 hello")):
-        lines = (json.dumps({"text": f"{n:02d} {word}"}) + "\n" for n in range(40))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_texts(tmp_path / f"{name}.jsonl", (f"{n:02d} {word}" for n in range(40)))
     folder = str(tmp_path / "run")
     data = f"--train-data-path {tmp_path}/train.jsonl --valid-data-path {tmp_path}/valid.jsonl"
     words = f"{MODEL} {data} --lr 1e-2 --train-iters 8 --eval-interval 1 --save {folder} --load {folder}"

@@ -178,7 +178,7 @@ def check_replays(
     config = config_of(device, graphs=True, **options)
     job, capture_sizes = (
         build_job(config, ParallelGroups.single(device), VOCAB),
-        CaptureSizes.of([5], SLOTS),
+        CaptureSizes.from_capacities([5], SLOTS),
     )
     graphs = build_graphs(
         config, job, capture_sizes, ParallelGroups.single(device), lambda line: None, backend

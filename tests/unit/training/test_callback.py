@@ -1,6 +1,5 @@
 """Callbacks of a run from Python: hooks, added metrics, requests to stop, and refused arguments."""
 
-import json
 from collections.abc import Callable as Function
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.resume.callback_state import CallbackError
 from megatron_packed.training.callback import HOOKS, StepMetrics
+from support.json_lines import read_lines, write_texts
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq-length 64"
 
@@ -22,8 +22,7 @@ MODEL = "--hybrid-layer-pattern - --hidden-size 8 --no-isolation-self-test --seq
 def flags(tmp_path: Path) -> list[str]:
     """Flags of a run of four steps with a validation, which saves and logs in its folder."""
     for name in ("train", "valid"):
-        lines = (json.dumps({"text": f"{n:02d} {name}"}) + "\n" for n in range(40))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_texts(tmp_path / f"{name}.jsonl", (f"{n:02d} {name}" for n in range(40)))
     folder = tmp_path / "run"
     data = f"--train-data-path {tmp_path}/train.jsonl --valid-data-path {tmp_path}/valid.jsonl"
     places = f"--save {folder} --load {folder} --log-jsonl {tmp_path}/log.jsonl"
@@ -73,7 +72,7 @@ def test_hooks_run_in_the_order_of_the_loop(
         ("save", "step_00000004"),
         ("end", ExitCode.DONE),
     ]
-    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = read_lines(tmp_path / "log.jsonl")
     losses = [(record["lm_loss"], record["twice_loss"]) for record in steps if "lm_loss" in record]
     assert len(losses) == 4 and all(twice == pytest.approx(2 * loss) for loss, twice in losses)
     assert f" | twice_loss {losses[3][1]:.4g}" in capsys.readouterr().out

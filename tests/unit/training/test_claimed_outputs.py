@@ -20,6 +20,7 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.training.claimed_outputs import refuse_other_runs
 from megatron_packed.training.from_python import train
+from support.json_lines import write_texts
 
 MODEL = "--hybrid-layer-pattern - --hidden-size 16 --ffn-hidden-size 16 --no-isolation-self-test"
 Train = Callable[..., ExitCode]
@@ -33,8 +34,7 @@ class Killed(BaseException):
 def start(tmp_path: Path, monkeypatch) -> Train:
     """Return a function that trains with additional flags, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": f"{number:02d} hello"}) + "\n" for number in range(40)]
-    (tmp_path / "documents.jsonl").write_text("".join(lines))
+    write_texts(tmp_path / "documents.jsonl", (f"{number:02d} hello" for number in range(40)))
 
     def start(flags: str, steps: int, killed_at: int | None = None) -> ExitCode:
         def callback(record: dict[str, Any]) -> None:

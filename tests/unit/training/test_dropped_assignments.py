@@ -1,7 +1,6 @@
 """Assignments dropped by an expert's capacity are counted by layer in every mode, and printed."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from megatron_packed.reporting.step_record import ExpertFigures
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.isolation_self_test import self_test
+from support.json_lines import write_lines
 from support.recomputed_steps import PARTS, TRAVELLERS
 from support.stand_in import RecordingBackend
 from support.step_jobs import CAPTURE_SIZES, GROUPS, config_of, micro_batch
@@ -91,10 +91,10 @@ def test_shares_are_shown_in_log_console_and_report(tmp_path, capsys):
         Console(rank=0, total_steps=10).step(record(3, experts=one))
         assert ("| expert assignments dropped 12.5 %" in capsys.readouterr().out) == shown
     log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(log, lines)
     page = write_report(log, tmp_path / "page.html").read_text()
     assert "Expert assignments dropped" in page and "6.25 % (10); most in E layer 0: 10 %" in page
-    log.write_text(json.dumps(record(1).as_dict()) + "\n")
+    write_lines(log, [record(1).as_dict()])
     assert "dropped" not in write_report(log, tmp_path / "page.html").read_text()
 
 

@@ -1,6 +1,5 @@
 """Runs with ``--freeze-params``: what they print and save, and which resumes are refused."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.resume.allowed_changes import CheckpointRefusals
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
+from support.json_lines import write_texts
 
 MODEL = "--hybrid-layer-pattern M*- --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
 MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 64"
@@ -21,7 +21,7 @@ FROZEN = ["embedding.*", "layers.0.*"]
 @pytest.fixture
 def flags(tmp_path):
     data = tmp_path / "documents.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{n:02d} hello"}) + "\n" for n in range(40)))
+    write_texts(data, (f"{n:02d} hello" for n in range(40)))
     folder = str(tmp_path / "run")
     places = ["--data-path", str(data), "--save", folder, "--load", folder]
     return [*MODEL.split(), *places, "--lr", "1e-2"]

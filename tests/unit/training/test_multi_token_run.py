@@ -1,6 +1,5 @@
 """Runs with multi-token prediction: losses in the log, their normalisation, and exact resume."""
 
-import json
 import shutil
 
 import numpy as np
@@ -12,6 +11,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.from_python import train
 from support import plain_model
+from support.json_lines import read_lines
 
 VOCAB = 61
 FLAGS = f"""--hybrid-layer-pattern M*/*E/*E --hidden-size 32 --num-attention-heads 4
@@ -29,7 +29,7 @@ def config_of(folder, *more):
 
 
 def steps(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "log.jsonl")
     names = ("iteration", "lm_loss", "mtp_1_loss", "mtp_2_loss", "grad_norm")
     return [[line[name] for name in names] for line in lines if "lm_loss" in line]
 

@@ -282,7 +282,7 @@ def test_slots_would_share_host_memory():
             {},
             lambda micro_batch: None,
             total_tokens=SLOTS,
-            capture_sizes=CaptureSizes.of([2], SLOTS),
+            capture_sizes=CaptureSizes.from_capacities([2], SLOTS),
             device=torch.device("cpu"),
             num_slots=2,
             backend=RecordingBackend(),

@@ -1,6 +1,5 @@
 """Answers during training: sample prompts, and the share of exact matches of a validation."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.inputs.open_documents import open_documents
 from megatron_packed.inputs.sample_and_metric_prompts import metric_questions, sample_questions
-from megatron_packed.reporting.sample_answers import console_lines
+from megatron_packed.reporting.console import answer_lines
 from megatron_packed.training import answers as answers_module
 from megatron_packed.training.from_python import train
 from support.data_helpers import conversation
+from support.json_lines import write_lines
 
 MODEL = "--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
 MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 96"
@@ -95,7 +95,7 @@ def test_the_metric_asks_for_the_last_turn(flags: list[str], tmp_path: Path) -> 
     """The prompt of a conversation with two answers ends where the second answer begins."""
     turns = [("user", "a?"), ("assistant", "A"), ("user", "b?"), ("assistant", " B ")]
     line = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    (tmp_path / "valid.jsonl").write_text(json.dumps(line) + "\n")
+    write_lines(tmp_path / "valid.jsonl", [line])
     config, tokenizer = (
         RunConfig.from_args([*flags, "--valid-metric", "exact_match"]),
         ByteTokenizer(),
@@ -149,7 +149,7 @@ def test_a_prompt_and_its_answer_fill_the_rotary_tables(flags: list[str], tmp_pa
 def test_answers_as_text() -> None:
     """The console has one short line for each of the first answers."""
     samples = [{"prompt": "a\n b", "answer": "x" * 300}, *[{"prompt": "c", "answer": ""}] * 4]
-    lines = console_lines(7, samples)
+    lines = answer_lines(7, samples)
     assert lines[0].startswith("answer at step 7: a b -> xxx") and len(lines[0]) < 130
     assert lines[-1] == "and 1 more answers in the log" and len(lines) == 5
     assert not any("\n" in line for line in lines)

@@ -28,6 +28,7 @@ from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.converted_model import write_model
 from support.data_helpers import byte_level, conversation, save_tokenizer
+from support.json_lines import read_json, read_lines, write_texts
 
 MODEL = "--hybrid-layer-pattern M*- --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8"
 MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --seq-length 64"
@@ -37,7 +38,7 @@ MODEL += " --mamba-num-groups 1 --mamba-state-dim 8 --no-isolation-self-test --s
 def flags(tmp_path):
     """Flags of a run of three steps that saves and logs in its folder."""
     data = tmp_path / "documents.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{n:02d} hello"}) + "\n" for n in range(40)))
+    write_texts(data, (f"{n:02d} hello" for n in range(40)))
     folder = tmp_path / "run"
     places = ["--data-path", data, "--save", folder, "--load", folder]
     log = ["--log-jsonl", tmp_path / "log.jsonl"]
@@ -62,7 +63,7 @@ def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
     assert train(RunConfig.from_args([*flags, "--train-iters", "5"]), callback) is ExitCode.DONE
     assert [iteration for iteration, _ in seen] == [1, 2, 3, 4, 5]
     assert "resuming from" in capsys.readouterr().out
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    status = read_json(tmp_path / "run" / "STATUS.json")
     assert status == {"exit_code": 0}
 
 
@@ -123,7 +124,7 @@ def test_an_error_ends_the_run_and_reaches_the_caller(flags, tmp_path, capsys):
 
     with pytest.raises(KeyError, match="mine"):
         train(RunConfig.from_args(flags), callback)
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    status = read_json(tmp_path / "run" / "STATUS.json")
     assert status["exit_code"] == 1 and "KeyError in step" in status["reason"]
     [usable] = capsys.readouterr().err.splitlines()  # no traceback
     assert usable.startswith("40 of 40 lines of ")
@@ -307,7 +308,7 @@ def test_a_quiet_run_prints_nothing_and_logs_the_same(flags, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
     steps = [one["iteration"] for one in seen if "lm_loss" in one]
     assert steps == [1, 2, 3, 4, 5]
-    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    logged = read_lines(tmp_path / "log.jsonl")
     assert [one["iteration"] for one in logged if "lm_loss" in one] == steps
     # A damaged checkpoint is skipped without a word, and a callback may print.
     newest = tmp_path / "run" / "step_00000005"

@@ -6,12 +6,12 @@ import torch
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.testing import run_distributed
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.training.train_step import TrainStep
+from support.process_pools import run_distributed
 from support.step_jobs import CONFIG, SLOTS, VOCAB, step_values
 
 
@@ -31,7 +31,7 @@ def one_step(
     main, later = (sum(max(n - ahead, 0) for n in lengths) for ahead in (1, 2))
     scales = (1 / main if main else 0.0, 1 / count, 1 / later if later else 0.0)
     model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
-    layout = MetricsLayout.of(groups, model)
+    layout = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     step = TrainStep(model, buffers, Optimizer(buffers), groups)
     vector = step(
@@ -90,7 +90,7 @@ def test_a_rehearsal_leaves_the_outcome_of_the_last_update() -> None:
     """A capture runs held steps, and a callback still reads whether the real step was applied."""
     groups = ParallelGroups.single()
     model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
-    layout = MetricsLayout.of(groups, model)
+    layout = MetricsLayout.from_model(model, groups)
     buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
     step = TrainStep(model, buffers, Optimizer(buffers), groups)
     pack = MicroBatch.build([(np.arange(9), None)], SLOTS)

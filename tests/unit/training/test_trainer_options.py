@@ -13,11 +13,11 @@ from megatron_packed.checkpoint.run_metadata import DataHashes
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
-from megatron_packed.reporting.loss_spikes_and_skipped_steps import bad_places
+from megatron_packed.reporting.loss_warnings import bad_places
 from megatron_packed.resume import restore as restoring
 from megatron_packed.resume.restore import restore
 from megatron_packed.training import trainer as trainer_module
-from megatron_packed.training.garbage_collection import GarbageCollection
+from megatron_packed.training.run_callbacks import GarbageCollection
 from megatron_packed.training.trainer import Trainer
 
 

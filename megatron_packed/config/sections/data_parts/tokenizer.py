@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import date
+from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import Condition, option_is
-from megatron_packed.config.errors import Problem
+from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, Stored, derived_option, option
 from megatron_packed.config.section import Section, Sound
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 HUGGING_FACE, BYTES, TRAINED_BPE = "HuggingFaceTokenizer", "ByteTokenizer", "TrainedBPETokenizer"
 GPT2, TIKTOKEN, SENTENCEPIECE = "GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"
@@ -269,7 +272,7 @@ class TokenizerOptions(Section, group="tokenizer"):
         earlier=_earlier_data_rules,
     )
 
-    def rules(self, sound: Sound) -> Iterator[Problem]:
+    def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         if sound("tokenizer_type", "tokenizer_model"):
             wanted = MODEL_FILES.get(self.tokenizer_type)
@@ -314,7 +317,7 @@ class TokenizerOptions(Section, group="tokenizer"):
                 "leave one of the two flags out",
             )
 
-    def _special_token_rules(self) -> Iterator[Problem]:
+    def _special_token_rules(self) -> Problems:
         option, named = "tokenizer_special_tokens", self.tokenizer_special_tokens
         if named and self.tokenizer_type not in (TIKTOKEN, SENTENCEPIECE):
             yield self.problem(
@@ -348,10 +351,9 @@ class TokenizerOptions(Section, group="tokenizer"):
             )
 
 
-def vocabulary_rules(
-    data: TokenizerOptions, vocab_size: int | None, sound: Sound
-) -> Iterator[Problem]:
+def vocabulary_rules(run: RunConfig, sound: Sound) -> Problems:
     """Yield problems between the tokenizer and the model's --vocab-size."""
+    data, vocab_size = run.data, run.model.vocab_size
     if not sound(
         "data.tokenizer_type",
         "data.null_tokenizer_eod_id",

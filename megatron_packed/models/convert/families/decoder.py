@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_packed.config import flag_names as flags
+from megatron_packed.config.layer_pattern import MOST_LAYERS
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import Fields
 from megatron_packed.models.convert.families.field_types import shown_value
@@ -80,7 +81,6 @@ RMS_NORM_SWIGLU: dict[str, Any] = {
 """Fields of `ModelConfig` that are the same in most families."""
 PLAIN_ATTENTION: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0}
 """Keys of config.json for attention, with the only supported values."""
-MOST_LAYERS = 10_000
 ATTENTION_WORDS = ("full_attention", "attention")
 """Words for attention in ``layer_types``: that of transformers 5, and that of older files."""
 

@@ -69,7 +69,7 @@ class Depths:
     """Function that returns further fields of `ModelConfig`."""
     written: Callable[[ModelConfig], Fields]
     """Function that returns the keys of a new config.json."""
-    unfit: Callable[[ModelConfig], Iterator[str]]
+    unfit: Callable[[ModelConfig], Iterator[str]] = lambda model: iter(())
     """Function that yields, as clauses, depths of a trained model that the family does not have."""
     layer: str
     """Hugging Face prefix of one layer's tensors. All layers of all depths have one numbering."""

@@ -103,7 +103,6 @@ def _bamba_rules(fields: Fields) -> Iterator[str]:
 def _bamba_written(model: ModelConfig) -> dict[str, Any]:
     symbols = model.main_layers[::2]
     return {
-        "num_hidden_layers": len(symbols),
         "attn_layer_indices": [n for n, symbol in enumerate(symbols) if symbol == ATTENTION],
         **_mamba_written(model),
     }
@@ -241,7 +240,6 @@ def _granite_written(model: ModelConfig) -> dict[str, Any]:
     symbols = model.main_layers[::2]
     values = {key: getattr(model, key) for key in MULTIPLIERS}
     fields: dict[str, Any] = {
-        "num_hidden_layers": len(symbols),
         "layer_types": [layer_types[symbol] for symbol in symbols],
         **_mamba_written(model),
         **{key: 1.0 if value is None else value for key, value in values.items()},

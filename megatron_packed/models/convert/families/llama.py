@@ -99,10 +99,7 @@ LLAMA = Family(
     derive=lambda fields, pattern: rope_scaling(fields),
     derived=ROPE_SCALING,
     derived_from=ROPE_SCALING_KEYS,
-    written=lambda model: {
-        "num_hidden_layers": model.num_layers // 2,
-        **rope_scaling_written(model),
-    },
+    written=rope_scaling_written,
     names={
         ATTENTION: {
             "norm.weight": "input_layernorm.weight",

@@ -200,7 +200,6 @@ def _nemotron_h_written(model: ModelConfig) -> Fields:
     return {
         "hybrid_override_pattern": model.main_layers,
         "num_nextn_predict_layers": 0,
-        "num_hidden_layers": model.num_layers,
         "norm_topk_prob": model.moe_router_topk != 1,
         "moe_latent_size": model.moe_latent_size,
         "n_group": model.moe_router_num_groups or 1,
@@ -301,7 +300,6 @@ NEMOTRON_H = Family(
             "mtp_loss_scaling_factor": fields.get("mtp_loss_scaling_factor", 0.3)
         },
         written=_nemotron_h_depths_written,
-        unfit=lambda model: iter(()),
         layer="mtp.layers.{n}.",
         outside={
             "enorm.weight": "mtp.layers.{first}.enorm.weight",

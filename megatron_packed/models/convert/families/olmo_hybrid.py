@@ -103,7 +103,6 @@ def _written(model: ModelConfig) -> dict[str, Any]:
     theta = model.rotary_base if rope else None
     layer_types = {symbol: word for word, symbol in reversed(_WORDS.items())}
     return {
-        "num_hidden_layers": model.num_layers // 2,
         "layer_types": [layer_types[symbol] for symbol in model.main_layers[::2]],
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }

@@ -114,7 +114,6 @@ def _written(model: ModelConfig) -> dict[str, Any]:
     every = layers.index(True) + 1 if True in layers else len(layers) + 1
     regular = layers == [(n + 1) % every == 0 for n in range(len(layers))]
     return {
-        "num_hidden_layers": len(layers),
         "layer_types": [_word(has) for has in layers],
         **({"full_attention_interval": every} if regular else {}),
     }

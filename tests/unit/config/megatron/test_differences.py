@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_packed.config.environment_variables import ALWAYS, DETERMINISTIC, FASTEST
 from megatron_packed.config.megatron.differences import differences
-from megatron_packed.config.parser.flag_registry import known_flags, spellings
+from megatron_packed.config.parser.command_line import known_flags, spellings
 
 DOCS = Path(__file__).parents[4] / "docs"
 CONFIGURATION = (DOCS / "configuration.md").read_text()

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 
 TESTS = Path(__file__).parents[3]
 NAMES = (Path(__file__).parents[1] / "megatron_flag_names.txt").read_text().split()

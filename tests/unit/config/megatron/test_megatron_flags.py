@@ -6,8 +6,9 @@ import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.megatron.flags import ACCEPTED, ALWAYS, ANY, REFUSAL_OF, REFUSED, TAKEN
-from megatron_packed.config.parser.flag_registry import META_FLAGS, spellings
+from megatron_packed.config.parser.command_line import META_FLAGS, spellings
 from megatron_packed.config.parser.parse import parse, parse_or_exit, parse_with_sources
+from support.command_lines import argv_of, problems_of
 
 NAMES = (Path(__file__).parents[1] / "megatron_flag_names.txt").read_text().split()
 SFT_COMMAND = """
@@ -62,10 +63,7 @@ def test_every_refusal_says_why_and_what_to_use_instead() -> None:
 
 @pytest.mark.parametrize("flag", sorted(REFUSAL_OF))
 def test_a_refused_flag_is_one_problem_with_its_own_name(right, flag: str) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    with pytest.raises(ConfigError) as caught:
-        parse([*argv, flag, "certainly-not"])
-    (problem,) = caught.value.problems
+    (problem,) = problems_of([*argv_of(right), flag, "certainly-not"])
     assert problem.option == flag
     always = TAKEN.get(flag)
     # A flag that is accepted without a value has a separate rule for a given value.
@@ -122,7 +120,7 @@ EACH_ALWAYS = [
 @pytest.mark.parametrize(("flag", "example"), EACH_ALWAYS)
 def test_a_flag_whose_effect_is_always_on_changes_nothing(right, flag: str, example: str) -> None:
     needed = example.split() if example.startswith("--") else []
-    argv = [*(part for pair in right.items() for part in pair), *needed]
+    argv = [*argv_of(right), *needed]
     values = [] if needed else example.split()
     parsed = parse_with_sources([*argv, flag, *values])
     assert parsed.config == parse(argv)
@@ -135,7 +133,7 @@ def test_a_flag_whose_effect_is_always_on_changes_nothing(right, flag: str, exam
 
 @pytest.mark.parametrize("spelling", ["opt_param", "opt-param"])
 def test_overriding_and_keeping_the_checkpoints_schedule_contradict(right, spelling: str) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     opposite = f"--override-{spelling}-scheduler"
     assert opposite in parse_with_sources([*argv, opposite]).always
     with pytest.raises(ConfigError, match="contradicts --use-checkpoint-opt_param-scheduler"):
@@ -156,7 +154,7 @@ EACH_VALUE = [(flag, value) for flag in ACCEPTED for value in ACCEPTED[flag].val
 @pytest.mark.parametrize(("flag", "value"), EACH_VALUE)
 def test_a_flag_without_effect_changes_nothing_and_has_a_line(right, flag, value) -> None:
     """Model, data, optimizer and all else that a run reads are the same without the flag."""
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     parsed = parse_with_sources([*argv, *given(flag, value)])
     assert parsed.config == parse(argv)
     assert parsed.config.origins == parse_with_sources(argv).sources
@@ -165,58 +163,47 @@ def test_a_flag_without_effect_changes_nothing_and_has_a_line(right, flag, value
 
 @pytest.mark.parametrize("flag", ACCEPTED)
 def test_other_values_and_numbers_of_values_are_refused(right, flag: str) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    values = ACCEPTED[flag].values
-    wrong = [flag] if values == ANY else [flag, "no-such-value"]
-    with pytest.raises(ConfigError) as caught:
-        parse([*argv, *wrong])
-    (problem,) = caught.value.problems
+    wrong = [flag] if ACCEPTED[flag].values == ANY else [flag, "no-such-value"]
+    (problem,) = problems_of([*argv_of(right), *wrong])
     assert problem.option == flag
 
 
 def test_values_that_change_the_model_are_refused(right) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    for words in (
+    for text in (
         "--softmax-type learnable",
         "--export-kd-teacher-load teacher",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     ):
-        with pytest.raises(ConfigError, match=words.split()[0]):
-            parse([*argv, *words.split()])
+        with pytest.raises(ConfigError, match=text.split()[0]):
+            parse(argv_of(right, text))
 
 
 def test_a_run_prints_one_line_for_each_flag_without_effect(right, capsys) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    parse_or_exit([*argv, *(word for flag in ACCEPTED for word in given(flag))])
+    parse_or_exit([*argv_of(right), *(word for flag in ACCEPTED for word in given(flag))])
     block = capsys.readouterr().err.partition("accepted without effect:\n")[2].splitlines()
     assert block == [f"  {' '.join(given(flag))}: {ACCEPTED[flag].reason}" for flag in ACCEPTED]
 
 
 def test_the_number_of_layers_leaves_out_multi_token_prediction(right) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     argv[argv.index("M*-")] = "M*|-/*-/*-"
     assert parse([*argv, "--num-layers", "3"]).model.hybrid_layer_pattern == "M*-/*-/*-"
-    with pytest.raises(ConfigError) as caught:
-        parse([*argv, "--num-layers", "9"])
-    assert {problem.option for problem in caught.value.problems} == {"--num-layers"}
+    found = problems_of([*argv, "--num-layers", "9"])
+    assert {problem.option for problem in found} == {"--num-layers"}
 
 
 def test_marks_of_stages_are_left_out_of_a_pattern_with_one_stage(right) -> None:
-    argv = [part for pair in right.items() for part in pair]
-    pattern = argv.index("M*-")
-    parsed = parse_with_sources(
-        [*argv[:pattern], "M|*|-", *argv[pattern + 1 :], "--num-layers", "3"]
-    )
+    argv = argv_of(right)
+    parsed = parse_with_sources(argv_of(right, "--hybrid-layer-pattern M|*|- --num-layers 3"))
     assert parsed.config == parse(argv)
     assert parsed.accepted == {"| in --hybrid-layer-pattern": "there is one pipeline stage"}
-    with pytest.raises(ConfigError, match="it marks a pipeline stage"):
-        parse([*argv, "--hybrid-layer-pattern", "M|*", "--pipeline-model-parallel-size", "2"])
-    with pytest.raises(ConfigError, match="it marks a pipeline stage"):
-        parse([*argv, "--hybrid-layer-pattern", "|"])
+    for change in ("M|* --pipeline-model-parallel-size 2", "|"):
+        with pytest.raises(ConfigError, match="it marks a pipeline stage"):
+            parse(argv_of(right, f"--hybrid-layer-pattern {change}"))
 
 
 def test_a_configuration_file_may_have_flags_without_effect(right, tmp_path) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     (tmp_path / "run.yaml").write_text(
         "ckpt-format: torch_dist\nlog-energy: true\nnvtx-ranges: false\n"
     )

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
-from megatron_packed.config.parser.flag_registry import spellings
+from megatron_packed.config.parser.command_line import spellings
 from megatron_packed.config.parser.parse import parse
+from support.command_lines import argv_of, problems_of
 
 LINES = (Path(__file__).parent / "megatron_hybrid_flags.txt").read_text().splitlines()
 PASSED = {line.split()[0]: line.split()[1:] for line in LINES}
@@ -22,23 +22,15 @@ NEEDS = {
 """Flags that are valid only together with other flags, which the scripts also give."""
 
 
-def problems(argv: list[str]) -> tuple[Problem, ...]:
-    try:
-        parse(argv)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
 def test_no_flag_of_a_script_is_unknown(right) -> None:
     """At least 95 % of the flags are known: each is accepted, or refused with the reason for the
     flag or for its value.
     """
     unknown, accepted, refused = [], [], []
     for flag, values in PASSED.items():
-        argv = [word for name, value in right.items() if name != flag for word in (name, value)]
+        argv = argv_of(right, f"~{flag}")
         mine = [
-            p for p in problems([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag
+            p for p in problems_of([*argv, *NEEDS.get(flag, []), flag, *values]) if p.option == flag
         ]
         if any(problem.rule == "is not a flag" for problem in mine):
             unknown.append(flag)
@@ -78,12 +70,12 @@ LEFT_OUT = {
 
 
 def test_a_functional_test_of_megatron_as_it_is(right) -> None:
-    assert problems(TRAINING.split()) == ()
+    assert problems_of(TRAINING.split()) == ()
     # --max-position-embeddings equals --seq-length, which is enough: a document is at most one
     # sample long, also in micro-batches of several samples.
-    assert problems([*TRAINING.split(), "--position-embedding-type", "rope"]) == ()
+    assert problems_of([*TRAINING.split(), "--position-embedding-type", "rope"]) == ()
     rest = [word for flag, value in LEFT_OUT.items() for word in (flag, value) if word]
-    found = problems([*TRAINING.split(), *rest])
+    found = problems_of([*TRAINING.split(), *rest])
     assert {problem.option for problem in found} >= {
         flag for flag in LEFT_OUT if flag in REFUSAL_OF
     }
@@ -91,7 +83,7 @@ def test_a_functional_test_of_megatron_as_it_is(right) -> None:
 
 def test_files_of_gpt2_alone_choose_its_tokenizer(right) -> None:
     files = ["--vocab-file", "train.jsonl", "--merge-file", "train.jsonl"]
-    minimal = [word for pair in right.items() for word in pair]
+    minimal = argv_of(right)
     chosen = parse([*minimal, *files])
     assert chosen.data.tokenizer_type == "GPT2BPETokenizer"
     assert parse(minimal).data.tokenizer_type == "ByteTokenizer"

@@ -5,9 +5,10 @@ import random
 import yaml
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.parser.flag_registry import every_field, known_flags
+from megatron_packed.config.parser.command_line import every_field, known_flags
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.serialise import from_dict, to_dict
+from support.command_lines import argv_of
 
 TEXTS = [
     "",
@@ -77,7 +78,7 @@ def outcome(run) -> str:
 
 def test_random_command_lines(right) -> None:
     rng, flags, outcomes = random.Random(5), sorted(known_flags()), []
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     for _ in range(1500):
         words = list(argv)
         for _ in range(rng.randint(1, 4)):
@@ -92,12 +93,10 @@ def test_random_command_lines(right) -> None:
 
 
 def test_every_field_with_every_type_in_a_file_and_in_a_checkpoint(right, tmp_path) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     config = parse(argv, 1)
     for number, field in enumerate(every_field()):
-        others = [
-            part for flag, value in right.items() if flag != field.flag for part in (flag, value)
-        ]
+        others = argv_of(right, f"~{field.flag}")
         for of_value, value in enumerate(VALUES):
             # Both readers check values with the same function, so each pair is tried with one.
             if (number + of_value) % 2:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field
+from megatron_packed.config.parser.command_line import META_FLAGS, every_field
 from megatron_packed.config.parser.help_text import help_text
 from megatron_packed.config.parser.parse import parse_or_exit
 

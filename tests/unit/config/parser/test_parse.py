@@ -10,28 +10,22 @@ from fractions import Fraction
 import pytest
 
 from megatron_packed.config.data_blend import BlendedPaths
-from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.parser.did_you_mean import edit_distance, nearest
-from megatron_packed.config.parser.flag_registry import (
+from megatron_packed.config.parser.command_line import (
     every_field,
     known_flags,
     spellings,
     usable_flags,
 )
+from megatron_packed.config.parser.did_you_mean import edit_distance, nearest
 from megatron_packed.config.parser.parse import parse, parse_with_sources
-from megatron_packed.config.sections.data_parts.files import CACHE_NAME
+from megatron_packed.config.sections.data import CACHE_NAME
 from megatron_packed.config.sections.data_parts.tokenizer import CHAT_TEMPLATES, PROMPT_FORMATS
 from megatron_packed.config.sections.packing import PackingConfig
-
-
-def words(flags: dict[str, str | None]) -> list[str]:
-    return [part for pair in flags.items() for part in pair]
+from support.command_lines import argv_of, problems_of
 
 
 def problems(argv: list[str]) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        parse(argv)
-    return {problem.option: f"{problem.rule} {problem.cure}" for problem in caught.value.problems}
+    return {problem.option: f"{problem.rule} {problem.cure}" for problem in problems_of(argv)}
 
 
 def test_every_field_has_help_and_its_own_spellings() -> None:
@@ -87,7 +81,7 @@ def test_precedence_default_file_args_file_flag(right, tmp_path) -> None:
     )
     # The order on the command line does not matter, only the level of the source.
     parsed = parse_with_sources(
-        ["--adam-beta1", "0.7", *words(right), "@run.args", "--config", "run.yaml"]
+        ["--adam-beta1", "0.7", *argv_of(right), "@run.args", "--config", "run.yaml"]
     )
     optim = parsed.config.optim
     assert (optim.adam_beta2, optim.weight_decay, optim.clip_grad, optim.adam_beta1) == (
@@ -192,7 +186,7 @@ def test_of_a_flag_given_twice_the_last_counts_and_a_line_says_so(
     }.items():
         (tmp_path / name).write_text(text)
     argv = [
-        *words({flag: value for flag, value in right.items() if flag not in said}),
+        *argv_of({flag: value for flag, value in right.items() if flag not in said}),
         *repeated.split(),
     ]
     parsed = parse_with_sources(argv)
@@ -204,11 +198,11 @@ def test_of_a_flag_given_twice_the_last_counts_and_a_line_says_so(
 
 def test_a_switch_can_be_taken_back_and_a_negated_one_given(right, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("bf16: true\nmodel: {add_bias_linear: false}\n")
-    kept = parse([*words(right), "--config", "run.yaml"])
+    kept = parse([*argv_of(right), "--config", "run.yaml"])
     assert (kept.training.bf16, kept.model.add_bias_linear) == (True, False)
-    back = parse([*words(right), "--config", "run.yaml", "--no-bf16", "--add-bias-linear"])
+    back = parse([*argv_of(right), "--config", "run.yaml", "--no-bf16", "--add-bias-linear"])
     assert (back.training.bf16, back.model.add_bias_linear) == (False, True)
-    assert parse([*words(right), "--disable-bias-linear"]).model.add_bias_linear is False
+    assert parse([*argv_of(right), "--disable-bias-linear"]).model.add_bias_linear is False
 
 
 def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_as_text(
@@ -222,7 +216,7 @@ def test_a_configuration_file_takes_flat_flag_names_and_numbers_that_yaml_reads_
     )
     for flag in ("--hybrid-layer-pattern", "--data-path"):
         del right[flag]
-    parsed = parse_with_sources([*words(right), "--config", "run.yaml"])
+    parsed = parse_with_sources([*argv_of(right), "--config", "run.yaml"])
     config = parsed.config
     assert config.optim.lr == 1e-4
     assert config.model.add_bias_linear is False
@@ -269,14 +263,14 @@ def test_a_wrong_configuration_file_names_the_line_and_the_cure(
     right, tmp_path, text, option, cure
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    found = problems([*words(right), "--config", "run.yaml"])
+    found = problems([*argv_of(right), "--config", "run.yaml"])
     assert set(found) == {option}
     assert cure in found[option]
 
 
 def test_a_misspelt_required_flag_is_one_problem(right) -> None:
     right["--hiden-size"] = right.pop("--hidden-size")
-    assert set(problems(words(right))) == {"--hiden-size"}
+    assert set(problems(argv_of(right))) == {"--hiden-size"}
 
 
 def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
@@ -285,32 +279,32 @@ def test_argument_files_nest_but_not_in_a_circle(right, tmp_path) -> None:
     )  # some editors save a byte-order mark and Windows line ends
     (tmp_path / "inner.args").write_text("--hybrid-layer-pattern 'M*-M'\n")
     del right["--hybrid-layer-pattern"]
-    config = parse([*words(right), "@outer.args"])
+    config = parse([*argv_of(right), "@outer.args"])
     assert (config.training.seed, config.model.num_layers) == (5, 4)
     (tmp_path / "inner.args").write_text("@outer.args\n")
-    found = problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])
+    found = problems([*argv_of(right), "--hybrid-layer-pattern", "M", "@outer.args"])
     assert "(outer.args -> inner.args -> outer.args)" in found["@outer.args"]
     (tmp_path / "inner.args").write_text("--save 'open\n")
     assert (
         "quotation"
-        in problems([*words(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
+        in problems([*argv_of(right), "--hybrid-layer-pattern", "M", "@outer.args"])["@inner.args"]
     )
 
 
 @pytest.mark.parametrize("pattern", ["-M*", "--M*-", "--M", "---", "*", "M"])
 def test_patterns_that_look_like_flags(right, pattern: str) -> None:
     right["--hybrid-layer-pattern"] = pattern
-    assert parse(words(right)).model.hybrid_layer_pattern == pattern
+    assert parse(argv_of(right)).model.hybrid_layer_pattern == pattern
     del right["--hybrid-layer-pattern"]
     assert (
-        parse([*words(right), f"--hybrid-layer-pattern={pattern}"]).model.hybrid_layer_pattern
+        parse([*argv_of(right), f"--hybrid-layer-pattern={pattern}"]).model.hybrid_layer_pattern
         == pattern
     )
 
 
 def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
-    assert parse([*words(right), "--micro-batch-size", "2"], 4).packing.global_batch_size == 8
-    config = parse([*words(right), "--global-batch-size", "24", "--micro-batch-size", "2"], 4)
+    assert parse([*argv_of(right), "--micro-batch-size", "2"], 4).packing.global_batch_size == 8
+    config = parse([*argv_of(right), "--global-batch-size", "24", "--micro-batch-size", "2"], 4)
     assert config.micro_batches_per_step(config.data_parallel_size(4)) == 3
     assert config.packs_per_step() == 12
     assert config.packing.tokens_per_pack == 256
@@ -321,72 +315,72 @@ def test_documents_fill_a_sample_and_text_is_split(right) -> None:
     Longer text is split, and conversations are shortened.
     """
     samples = ("--micro-batch-size", "4")
-    packing = parse([*words(right), *samples]).packing
+    packing = parse([*argv_of(right), *samples]).packing
     assert (packing.tokens_per_pack, packing.max_document_length, packing.overlong_policy) == (
         512,
         128,
         "split",
     )
-    longest = parse([*words(right), *samples, "--max-document-length", "512"])
+    longest = parse([*argv_of(right), *samples, "--max-document-length", "512"])
     assert longest.max_positions == longest.packing.max_document_length == 512
-    assert parse([*words(right), "--max-position-embeddings", "300"]).max_positions == 300
-    assert parse([*words(right), "--sft"]).packing.overlong_policy == "truncate_prompt"
+    assert parse([*argv_of(right), "--max-position-embeddings", "300"]).max_positions == 300
+    assert parse([*argv_of(right), "--sft"]).packing.overlong_policy == "truncate_prompt"
     assert (
-        parse([*words(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy
+        parse([*argv_of(right), "--sft", "--overlong-policy", "split"]).packing.overlong_policy
         == "split"
     )
-    of_a_program = replace(parse(words(right)), packing=PackingConfig(seq_length=64))
+    of_a_program = replace(parse(argv_of(right)), packing=PackingConfig(seq_length=64))
     assert (of_a_program.packing.overlong_policy, of_a_program.packing.max_document_length) == (
         "split",
         64,
     )
-    origin = parse_with_sources(words(right)).sources["packing.overlong_policy"]
+    origin = parse_with_sources(argv_of(right)).sources["packing.overlong_policy"]
     assert origin.startswith("derived: split, which loses no token; with --sft ")
 
 
 def test_documents_are_aligned_to_the_chunks_of_a_zigzag(right) -> None:
     def alignment(world_size: int, *more: str) -> int:
-        return parse([*words(right), *more], world_size).document_alignment
+        return parse([*argv_of(right), *more], world_size).document_alignment
 
     shared = ("--context-parallel-size", "2", "--cp-comm-type")
     assert alignment(1) == alignment(2, *shared, "a2a") == 1
     assert alignment(2, *shared, "allgather") == alignment(2, *shared, "p2p") == 4
     assert [alignment(size, "--pad-packed-seq-alignment", "8") for size in (1, 2)] == [8, 8]
     assert alignment(2, *shared, "p2p", "--pad-packed-seq-alignment", "8") == 8
-    assert parse([*words(right), *shared, "allgather"], 2).parallel.cp_comm_type == "all_gather"
+    assert parse([*argv_of(right), *shared, "allgather"], 2).parallel.cp_comm_type == "all_gather"
 
 
 def test_numbers_of_the_launch_come_from_the_environment(right, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parse(words(right)).packing.global_batch_size == 2
+    assert parse(argv_of(right)).packing.global_batch_size == 2
     assert (
         "multiple of 2"
-        in problems([*words(right), "--global-batch-size", "3"])["--global-batch-size"]
+        in problems([*argv_of(right), "--global-batch-size", "3"])["--global-batch-size"]
     )
     monkeypatch.setenv("WORLD_SIZE", "two")
-    assert set(problems(words(right))) == {"WORLD_SIZE"}
+    assert set(problems(argv_of(right))) == {"WORLD_SIZE"}
 
 
 def test_variables_that_contradict_deterministic_mode(right, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Tree")
-    assert set(problems([*words(right), "--deterministic-mode"])) == {"NCCL_ALGO"}
-    assert not parse(words(right)).training.deterministic_mode
+    assert set(problems([*argv_of(right), "--deterministic-mode"])) == {"NCCL_ALGO"}
+    assert not parse(argv_of(right)).training.deterministic_mode
 
 
 def test_a_run_that_resumes_itself_may_have_nothing_to_load_yet(right, tmp_path) -> None:
-    config = parse([*words(right), "--save", "ckpt", "--load", "./ckpt", "--save-interval", "5"])
+    config = parse([*argv_of(right), "--save", "ckpt", "--load", "./ckpt", "--save-interval", "5"])
     assert (config.checkpoint.save, config.checkpoint.load) == ("ckpt", "./ckpt")
     (tmp_path / "ckpt").mkdir()
-    assert parse([*words(right), "--load", "ckpt", "--finetune"]).checkpoint.finetune
+    assert parse([*argv_of(right), "--load", "ckpt", "--finetune"]).checkpoint.finetune
 
 
 def test_data_may_be_files_directories_and_patterns(right) -> None:
     right["--data-path"] = "."
-    assert parse(words(right)).data.train_paths == (".",)
+    assert parse(argv_of(right)).data.train_paths == (".",)
     right["--data-path"] = "t*.jsonl"
     config = parse(
         [
-            *words(right),
+            *argv_of(right),
             "--sft",
             "--chat-template",
             "chatml",
@@ -401,7 +395,7 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
     (tmp_path / "corpus_text.idx").write_bytes(b"1")
     right["--data-path"] = "3"
     blend = ["train.jsonl", "1", "corpus_text"]
-    data = parse([*words(right), *blend, "--split", "96, 3, 1", "--eval-interval", "5"]).data
+    data = parse([*argv_of(right), *blend, "--split", "96, 3, 1", "--eval-interval", "5"]).data
     assert data.train_blend == BlendedPaths(
         ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
     )
@@ -424,7 +418,7 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
     (tmp_path / "corpus_text.idx").write_bytes(b"1")
     (tmp_path / "words").write_text("0.3 train.jsonl\n0.1\tcorpus_text\n")
     data = parse(
-        [*words(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]
+        [*argv_of(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]
     ).data
     assert data.train_blend == BlendedPaths(
         ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
@@ -432,13 +426,13 @@ def test_data_may_be_named_by_files(right, tmp_path) -> None:
     (tmp_path / "splits").write_text(
         '{"train": [0.3, "train.jsonl", "0.1", "corpus_text"], "test": "valid.jsonl"}'
     )
-    run = parse([*words(right), "--per-split-data-args-path", "splits"])
+    run = parse([*argv_of(right), "--per-split-data-args-path", "splits"])
     assert run.data.train_blend == data.train_blend and run.data.test_blend.paths == (
         "valid.jsonl",
     )
     assert (run.validates, run.tests) == (False, True)
     assert not parse(
-        [*words(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]
+        [*argv_of(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]
     ).tests
 
 
@@ -464,13 +458,13 @@ def test_files_that_name_data_wrongly(right, tmp_path, text, said) -> None:
     del right["--data-path"]
     if text is not None:
         (tmp_path / "splits").write_bytes(text)
-    found = problems([*words(right), "--per-split-data-args-path", "splits"])
+    found = problems([*argv_of(right), "--per-split-data-args-path", "splits"])
     assert (
         list(found) == ["--per-split-data-args-path"]
         and said in found["--per-split-data-args-path"]
     )
     if text is None or text == b"\xff":
-        assert said in problems([*words(right), "--data-args-path", "splits"])["--data-args-path"]
+        assert said in problems([*argv_of(right), "--data-args-path", "splits"])["--data-args-path"]
 
 
 def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(
@@ -479,11 +473,11 @@ def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(
     monkeypatch.setattr(
         "os.access", lambda place, mode: not (mode & os.W_OK and str(place) == str(tmp_path))
     )
-    assert set(problems(words(right))) == {"--data-cache-path"}
+    assert set(problems(argv_of(right))) == {"--data-cache-path"}
     (tmp_path / "cache").mkdir()
-    assert parse([*words(right), "--data-cache-path", "cache"]).data.data_cache_path == "cache"
+    assert parse([*argv_of(right), "--data-cache-path", "cache"]).data.data_cache_path == "cache"
     (tmp_path / CACHE_NAME).mkdir()
-    assert parse(words(right)).data.data_cache_path is None
+    assert parse(argv_of(right)).data.data_cache_path is None
 
 
 def test_names_that_the_data_package_knows_as_well() -> None:
@@ -496,7 +490,7 @@ def test_names_that_the_data_package_knows_as_well() -> None:
 
 
 def test_configs_cannot_be_changed(right) -> None:
-    config = parse(words(right))
+    config = parse(argv_of(right))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.optim.lr = 1.0
 
@@ -511,7 +505,7 @@ def test_every_accepted_flag_has_the_type_of_its_field(right) -> None:
 
 def test_directories_that_are_missing_will_be_made(right) -> None:
     argv = [
-        *(part for pair in right.items() for part in pair),
+        *argv_of(right),
         "--save",
         "a/b/c",
         "--log-jsonl",

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.command_lines import argv_of
+
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys
@@ -104,7 +106,7 @@ def test_the_first_rank_of_another_machine_tells_of_paths_alone(tmp_path) -> Non
 
 
 def test_a_right_command_line_runs(right, tmp_path) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     done = start([*argv, "--hybrid-override-pattern=M*-M"][2:], tmp_path)
     assert done.stdout == "ran 4\n"
     assert (
@@ -115,7 +117,7 @@ def test_a_right_command_line_runs(right, tmp_path) -> None:
 
 def test_version_and_printed_configuration(right, tmp_path) -> None:
     assert re.fullmatch(r"megatron_packed \d+\.\d+\.\d+\n", start(["--version"], tmp_path).stdout)
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     done = start([*argv, "--print-config", "--bf16", "--is-hybrid-model"], tmp_path)
     assert done.returncode == 0
     assert "\nran " not in done.stdout
@@ -130,7 +132,7 @@ def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path) -> None:
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("  --")) <= 60
-    from megatron_packed.config.parser.flag_registry import META_FLAGS, every_field
+    from megatron_packed.config.parser.command_line import META_FLAGS, every_field
 
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert flags[: len(META_FLAGS)] == list(META_FLAGS)

@@ -14,14 +14,14 @@ from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.parser.print_config import config_yaml
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS, CudaGraphConfig
 from megatron_packed.config.serialise import from_dict, to_dict
+from support.command_lines import argv_of
 
 LOCAL = "--cuda-graph-impl local"
 GLOBAL_LOADS = "--moe-router-load-balancing-type global_aux_loss"
 
 
 def graphs(right, text: str) -> CudaGraphConfig:
-    argv = [part for pair in right.items() for part in pair]
-    return parse([*argv, *text.split()]).cuda_graph
+    return parse(argv_of(right, text)).cuda_graph
 
 
 def test_no_graphs_by_default(right) -> None:
@@ -90,14 +90,15 @@ def test_whether_graphs_hold_collectives_between_ranks_with_different_packs(
     """Check whether ranks with different packs must use the same capture sizes. They must if graphs
     contain collectives between these ranks. Ranks that share a pack always have the same size.
     """
-    right["--hybrid-layer-pattern"] = "ME"
-    argv = [part for pair in right.items() for part in pair]
-    experts = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type allgather --global-batch-size 4"
-    assert parse([*argv, *experts.split(), *text.split()], world_size=2).shares_captures == shares
+    experts = (
+        "--hybrid-layer-pattern ME --num-experts 4 --disable-bias-linear "
+        "--moe-token-dispatcher-type allgather --global-batch-size 4"
+    )
+    assert parse(argv_of(right, f"{experts} {text}"), world_size=2).shares_captures == shares
 
 
 def test_megatrons_older_switches(right, tmp_path, monkeypatch) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     parsed = parse_with_sources([*argv, "--enable-cuda-graph"])
     assert parsed.config.cuda_graph.cuda_graph_impl == "local"
     assert parsed.warnings == ("--enable-cuda-graph is deprecated; write --cuda-graph-impl local.",)
@@ -112,7 +113,7 @@ def test_megatrons_older_switches(right, tmp_path, monkeypatch) -> None:
 
 
 def test_words_in_a_file_and_back_from_what_is_printed_and_stored(right, tmp_path) -> None:
-    argv = [part for pair in right.items() for part in pair]
+    argv = argv_of(right)
     for written, capacities in (("auto", None), ("[32, 8]", (8, 32)), ("7", (7,))):
         (tmp_path / "run.yaml").write_text(
             f"cuda_graph:\n  cuda_graph_impl: local\n  cuda_graph_max_packed_seqs: {written}\n"

@@ -2,13 +2,14 @@
 
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.sections.memory import INSIDE, OFFLOADED_IN, MemoryConfig
+from support.command_lines import argv_of
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 WHOLE = "--offload-layer-inputs --recompute-granularity full --recompute-num-layers"
 
 
 def memory(right, text: str) -> MemoryConfig:
-    return parse([*(part for pair in right.items() for part in pair), *text.split()]).memory
+    return parse(argv_of(right, text)).memory
 
 
 def test_inputs_of_layers_and_of_groups(right) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import parse
+from support.command_lines import argv_of
 
 PROFILE = "--profile --use-pytorch-profiler"
 
@@ -22,21 +23,14 @@ PROFILE = "--profile --use-pytorch-profiler"
     ],
 )
 def test_options_that_would_profile_nothing(right, words: str, rule: str) -> None:
-    argv = [
-        part
-        for pair in {**right, "--train-iters": "100", "--global-batch-size": "2"}.items()
-        for part in pair
-    ]
+    argv = argv_of(right, f"--train-iters 100 --global-batch-size 2 {words}")
     with pytest.raises(ConfigError, match=rule):
-        parse([*argv, *words.split()], world_size=2)
+        parse(argv, world_size=2)
 
 
 def test_how_many_steps_samples_make_is_known_when_a_checkpoint_is_read(right) -> None:
     """A profiled step beyond the 2 steps of --train-samples is accepted: a resumed run whose
     earlier steps were smaller has more steps.
     """
-    flags = {**right, "--train-samples": "8", "--global-batch-size": "4"}
-    argv = [
-        part for flag, value in flags.items() if flag != "--train-iters" for part in (flag, value)
-    ]
-    assert parse([*argv, *PROFILE.split()]).training.train_iters == 2
+    argv = argv_of(right, f"~--train-iters --train-samples 8 --global-batch-size 4 {PROFILE}")
+    assert parse(argv).training.train_iters == 2

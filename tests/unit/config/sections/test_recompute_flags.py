@@ -8,10 +8,11 @@ from megatron_packed.config.parser.help_text import help_text
 from megatron_packed.config.parser.parse import parse_with_sources
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.serialise import from_dict, to_dict
+from support.command_lines import argv_of
 
 
 def parsed(right, text: str):
-    return parse_with_sources([*(part for pair in right.items() for part in pair), *text.split()])
+    return parse_with_sources(argv_of(right, text))
 
 
 def memory(right, text: str) -> MemoryConfig:

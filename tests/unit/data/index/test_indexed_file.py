@@ -17,11 +17,11 @@ from megatron_packed.data.index.indexed_documents import IndexedDocuments
 from megatron_packed.data.index.indexed_file import (
     IndexedFile,
     checksums_path,
-    index_path,
     token_type,
-    tokens_path,
 )
 from megatron_packed.data.index.indexed_writer import IndexedWriter
+from megatron_packed.data.sources.source_files import index_path, tokens_path
+from support.data_helpers import sequence_of
 
 PREPARED = Path(__file__).parent / "indexed"
 DOCUMENTS = {
@@ -45,7 +45,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str) -> Path:
 def read(prefix: Path, *, map_tokens: bool = True) -> list[list[list[int]]]:
     file = IndexedFile(prefix, map_tokens=map_tokens)
     ends = file.document_index.tolist()
-    documents = [[file.sequence(n).tolist() for n in range(*pair)] for pair in pairwise(ends)]
+    documents = [[sequence_of(file, n).tolist() for n in range(*pair)] for pair in pairwise(ends)]
     places = file.document_starts()
     assert [file.tokens(*pair).tolist() for pair in pairwise(places)] == [
         [*chain(*d)] for d in documents
@@ -83,10 +83,10 @@ def test_megatron_core_reads_what_we_write(tmp_path: Path) -> None:
     assert len(theirs) == len(ours) == 600 and theirs.index.dtype == ours.dtype
     assert theirs.document_indices.tolist() == ours.document_index.tolist()
     for number in range(len(theirs)):
-        np.testing.assert_array_equal(theirs[number], ours.sequence(number))
+        np.testing.assert_array_equal(theirs[number], sequence_of(ours, number))
         np.testing.assert_array_equal(
             theirs.get(number, offset=len(theirs[number]) // 2),
-            ours.sequence(number, len(theirs[number]) // 2, -(-len(theirs[number]) // 2)),
+            sequence_of(ours, number)[len(theirs[number]) // 2 :],
         )
 
 
@@ -151,9 +151,9 @@ def test_damaged_tokens(map_tokens: bool, tmp_path: Path) -> None:
     tokens_path(prefix).write_bytes(data)
     file = IndexedFile(prefix, map_tokens=map_tokens)
     assert file.fingerprint() == IndexedFile(prefix).fingerprint()
-    assert file.sequence(3).tolist() == [3] * 50000
+    assert sequence_of(file, 3).tolist() == [3] * 50000
     with pytest.raises(DataError, match="bytes 262144 to 327679 changed since they were written"):
-        file.sequence(1)
+        sequence_of(file, 1)
     for start, stop in (
         (50_000, 65_536),
         (81_920, 90_000),
@@ -188,14 +188,14 @@ def test_tokens_that_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     checksums_path(prefix).unlink()
     file, pread = IndexedFile(prefix, map_tokens=False), os.pread
     monkeypatch.setattr(os, "pread", lambda place, size, at: pread(place, min(size, 33), at))
-    assert file.sequence(0, 3, 500).tolist() == list(range(3, 503)) and file.num_tokens == 1000
+    assert file.tokens(3, 503).tolist() == list(range(3, 503)) and file.num_tokens == 1000
     assert file.fingerprint() == IndexedFile(prefix).fingerprint()
     os.truncate(tokens_path(prefix), 1001)
-    assert file.sequence(0, 0, 500).tolist() == list(range(500))
+    assert file.tokens(0, 500).tolist() == list(range(500))
     with pytest.raises(
         DataError, match=r"d\.bin ends at byte 1001, but was longer when it was opened"
     ):
-        file.sequence(0)
+        sequence_of(file, 0)
 
 
 def test_a_writer_leaves_all_or_nothing(tmp_path: Path) -> None:

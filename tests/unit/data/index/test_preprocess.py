@@ -16,8 +16,10 @@ import pytest
 from megatron_packed.config.data_fields import DataFields
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.index.indexed_file import IndexedFile
-from megatron_packed.data.index.preprocess import PreprocessOptions, _check_tokens, preprocess
+from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
 from megatron_packed.data.tokenizers.base import ByteTokenizer
+from megatron_packed.data.tokenizers.encode import check_tokens
+from support.data_helpers import sequence_of
 
 END = ByteTokenizer.eod_id
 BAD = {
@@ -59,7 +61,7 @@ def write_lines(path: Path, lines: list[bytes]) -> Path:
 def documents(prefix: str) -> list[list[int]]:
     file = IndexedFile(prefix)
     assert file.num_documents == len(file)
-    return [file.sequence(number).tolist() for number in range(len(file))]
+    return [sequence_of(file, number).tolist() for number in range(len(file))]
 
 
 def made(files: list[Path], prefix: Path, tokenizer=ByteTokenizer, **options):
@@ -164,7 +166,7 @@ def test_too_many_bad_lines_leave_nothing(tmp_path: Path) -> None:
 
 def test_tokens_beside_the_vocabulary_are_refused() -> None:
     tokenizer = ByteTokenizer()
-    _check_tokens(np.array([0, tokenizer.vocab_size - 1], np.int32), tokenizer)
+    check_tokens(np.array([0, tokenizer.vocab_size - 1], np.int32), tokenizer)
     for wrong in (-1, tokenizer.vocab_size):
         with pytest.raises(DataError, match="but its vocabulary has"):
-            _check_tokens(np.array([5, wrong, 6], np.int32), tokenizer)
+            check_tokens(np.array([5, wrong, 6], np.int32), tokenizer)

@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.pieces import Pieces
-from megatron_packed.data.packing.rank_balance import PackCost
+from megatron_packed.data.packing.step_plan import PackCost
+from support.data_helpers import evaluation_of
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = RNG.integers(5, 900, 157)
@@ -297,7 +299,7 @@ def test_the_cost_moves_packs_between_ranks_only():
 
 
 def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():
-    evaluation = plan(packs_per_step=12, dp_size=4).evaluation()
+    evaluation = evaluation_of(plan(packs_per_step=12, dp_size=4))
     steps = [evaluation.step(step) for step in range(len(evaluation))]
     pieces = np.concatenate([pieces for step in steps for pieces in all_packs(step)])
     assert sorted(pieces.tolist()) == list(range(len(PIECES)))
@@ -315,8 +317,8 @@ def test_evaluation_covers_every_piece_once_and_is_filled_up_with_empty_packs():
 
 def test_evaluation_is_the_same_every_time_and_may_be_cut_short():
     ours = plan(packs_per_step=12, dp_size=4)
-    full, short = ours.evaluation(), ours.evaluation(max_steps=2)
-    assert (len(short), len(ours.evaluation(max_steps=10_000))) == (2, len(full))
+    full, short = evaluation_of(ours), evaluation_of(ours, max_steps=2)
+    assert (len(short), len(evaluation_of(ours, max_steps=10_000))) == (2, len(full))
     for step in (1, 0, 1):
         assert [[p.tolist() for p in rank] for rank in short.step(step).packs] == [
             [p.tolist() for p in rank] for rank in full.step(step).packs
@@ -328,9 +330,7 @@ def test_evaluation_is_the_same_every_time_and_may_be_cut_short():
 
 def test_one_small_document_still_gives_every_rank_its_pack():
     pieces = Pieces.cut(np.array([3]), 500)
-    evaluation = PackPlan(
-        pieces, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4
-    ).evaluation()
+    evaluation = EvaluationPlan(pieces, np.array([2]), packer=PACKER, packs_per_step=4, dp_size=4)
     step = evaluation.step(0)
     assert len(evaluation) == 1
     assert [[numbers.tolist() for numbers in rank] for rank in step.packs] == [
@@ -363,7 +363,7 @@ def test_hash_depends_on_everything_that_decides_and_on_nothing_else():
     assert (
         plan(dp_size=8, targets=TARGETS.astype(np.int32)).hash
         == plan().hash
-        == plan().evaluation().hash
+        == evaluation_of(plan()).hash
     )
 
 

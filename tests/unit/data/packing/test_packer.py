@@ -12,24 +12,8 @@ import pytest
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.data.keyed_random import KeyedRandom
 from megatron_packed.data.packing import packer as packing
-from megatron_packed.data.packing.pack_companions import companions
 from megatron_packed.data.packing.packer import METHODS, Packer
-
-SLOTS = 2048
-
-
-def long_tail(count: int, seed: int = 0) -> np.ndarray:
-    """Return lengths that are distributed like the lengths of documentation pages.
-
-    Half are below 200 tokens, and a tenth is longer than a pack (cut to the slots of a pack).
-    """
-    rng = np.random.default_rng(seed)
-    return np.clip(np.exp(rng.normal(5.3, 1.7, count)).astype(int) + 30, 1, SLOTS)
-
-
-def dialogues(count: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return np.clip(rng.normal(330, 130, count).astype(int), 56, 850)
+from support.document_lengths import SLOTS, dialogues, long_tail
 
 
 def hard_sets() -> dict[str, np.ndarray]:
@@ -230,30 +214,6 @@ def test_golden_packs(method):
         packs.order.astype("<i8").tobytes() + packs.offsets.astype("<i8").tobytes()
     )
     assert digest.hexdigest()[:16] == GOLDEN[method]
-
-
-def test_companions_change_like_chance():
-    """Two documents that share a pack do so again in the next epoch about as often as by chance.
-
-    The sets of documents include two hard cases. In one set all lengths differ and all documents
-    fit into one window. For the other set, best fit without random factors would make the same
-    packs in every epoch.
-    """
-    rng = np.random.default_rng(0)
-    sets = [
-        (long_tail(6000), SLOTS),
-        (dialogues(9000), SLOTS),
-        (rng.permutation(np.arange(50, 1050)), 4096),
-    ]
-    for lengths, slots in sets:
-        packer = Packer(slots=slots)
-        met = [
-            companions(packer.pack(lengths, 1, epoch), packer.pack(lengths, 1, epoch + 1))
-            for epoch in range(3)
-        ]
-        again, chance = sum(pair.again for pair in met), sum(pair.by_chance for pair in met)
-        assert again <= 1.3 * chance + 4 * chance**0.5, (again, chance)
-        assert met[0].share < 0.02
 
 
 def test_packs_come_in_random_order():

@@ -11,6 +11,7 @@ from megatron_packed.data.packing.packer import METHODS, Packer
 from megatron_packed.data.packing.packing_report import PackingReport
 from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.packed.capture_sizes import CaptureSizes, choose_capacities
+from support.json_lines import read_json
 
 LENGTHS = np.random.default_rng(0).integers(5, 900, 700)
 ROOT = Path(__file__).parents[4]
@@ -63,7 +64,7 @@ def test_sentence_about_graphs():
 
     def sentence(*capacities):
         return PackingReport.from_packs(
-            pieces, packs, packer, capture_sizes=CaptureSizes.of(capacities, 10)
+            pieces, packs, packer, capture_sizes=CaptureSizes.from_capacities(capacities, 10)
         ).sentences()[-1]
 
     assert sentence(2, 4) == "CUDA graphs: capacities 2, 4 cover every pack."
@@ -127,7 +128,7 @@ GOALS = {
 def test_committed_measurements_meet_the_goals():
     """The balanced packer reaches the goals on real data, and the page of measurements has the
     measured numbers."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     rows = {(row["data"], row["slots"]): row for row in measured if row["method"] == "balanced"}
     assert set(rows) == set(GOALS)
     documentation = PAGE.read_text()
@@ -150,7 +151,7 @@ def test_committed_measurements_meet_the_goals():
 
 def test_the_guide_quotes_the_committed_measurements():
     """The guide's table of three packers has the measured fill and the most documents in a pack."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     guide = (ROOT / "docs/packing.md").read_text()
     rows = [row for row in measured if (row["data"], row["slots"]) == ("docs_longtail", 8192)]
     assert len(rows) == len(METHODS)
@@ -160,7 +161,7 @@ def test_the_guide_quotes_the_committed_measurements():
 
 def test_committed_books_balance():
     """In the committed results, tokens and slots add up for every epoch."""
-    measured = json.loads((ROOT / "benchmarks/results/packing_report.json").read_text())["results"]
+    measured = read_json(ROOT / "benchmarks/results/packing_report.json")["results"]
     for row in measured:
         for epoch in row["epochs"]:
             books = epoch["counts"]
@@ -187,7 +188,7 @@ def test_capacities_of_the_first_epoch_hold_three_epochs_of_recorded_lengths(nam
         packer = Packer(slots=slots, method=method)
         plan = PackPlan(pieces, pieces.length - 1, packer=packer, packs_per_step=1, seed=1234)
         first = plan.epoch(0).documents_per_pack
-        capture_sizes = CaptureSizes.of(choose_capacities(first), slots)
+        capture_sizes = CaptureSizes.from_capacities(choose_capacities(first), slots)
         plan = plan.keeping_to(int(first.max())) if method == "balanced" else plan
         counts = np.concatenate([plan.epoch(epoch).documents_per_pack for epoch in range(3)])
         if method == "balanced":

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.rank_balance import PackCost, spread
+from megatron_packed.data.packing.step_plan import PackCost, spread
 
 RNG = np.random.default_rng(0)
 

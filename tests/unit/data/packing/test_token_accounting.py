@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.pieces import TargetCounts
-from megatron_packed.data.packing.token_accounting import cut_documents, targets_of_depths
+from megatron_packed.data.packing.pieces import TargetCounts, cut_documents, targets_of_depths
 
 
 @dataclass

@@ -13,6 +13,8 @@ from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from support.data_helpers import open_lines
+from support.json_lines import read_lines
+from support.messages import assistant, user
 
 GOOD = '{"prompt": "a", "completion": "b"}'
 EMPTY = '{"prompt": "a", "completion": ""}'
@@ -120,10 +122,8 @@ def test_fields_are_part_of_the_key_and_the_limit_is_not(tmp_path):
 
 def test_empty_answers_do_not_count_as_bad(tmp_path, capsys):
     """Half of the lines may be empty without a warning; the report and the quarantine name them."""
-    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    two = {
-        "messages": [*talk["messages"], talk["messages"][0], {"role": "assistant", "content": ""}]
-    }
+    talk = {"messages": [user("q"), assistant("a")]}
+    two = {"messages": [*talk["messages"], talk["messages"][0], assistant("")]}
     lines = [json.dumps(talk)] * 2 + [json.dumps(two), EMPTY]
     dataset = open_lines(tmp_path, lines, max_bad_fraction=0.0, show=True)
     report = dataset.report
@@ -133,7 +133,7 @@ def test_empty_answers_do_not_count_as_bad(tmp_path, capsys):
     assert text[0] == "4 lines in 1 file: 2 used (2 messages), 0 blank, 2 empty, 0 in quarantine"
     [listed] = (tmp_path / "cache").glob("*.quarantine.jsonl")
     assert text[-1].endswith(str(listed))
-    reasons = [json.loads(line)["reason"] for line in listed.read_text().splitlines()]
+    reasons = [line["reason"] for line in read_lines(listed)]
     assert reasons == ["empty_assistant", "empty_completion"]
     assert "WARNING" not in capsys.readouterr().err
 

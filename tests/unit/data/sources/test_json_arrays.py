@@ -13,7 +13,7 @@ from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader
 from megatron_packed.data.sources.line_schema import FIELDS, object_of_line
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import reader_of
 from support.data_helpers import open_lines
 
 ELEMENTS = [

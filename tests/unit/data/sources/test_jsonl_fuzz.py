@@ -15,6 +15,7 @@ from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from support.data_helpers import open_lines
+from support.json_lines import read_lines
 
 MAX_LINE = 2**15
 TOOL_END = "\n</tool_call><|im_end|>"
@@ -308,7 +309,7 @@ def test_too_many_bad_lines_are_fatal_and_the_quarantine_stays(tmp_path):
     first = r".*\.jsonl, line 19: malformed_json: "
     rule = "rule: 2 malformed_json: the line is not valid JSON"
     assert re.search(rf"\n +{rule}.*\n +cure: .*\n +place: {first}", str(caught.value))
-    assert [json.loads(line)["line"] for line in quarantine.read_text().splitlines()] == [19, 21]
+    assert [line["line"] for line in read_lines(quarantine)] == [19, 21]
     dataset = open_lines(tmp_path, [good] * 18 + [bad, "", bad], max_bad_fraction=0.1)
     assert len(dataset) == 18 and re.search(
         f"{first}.*; all bad lines are listed in {re.escape(str(quarantine))}$",

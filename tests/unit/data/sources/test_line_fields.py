@@ -1,7 +1,5 @@
 """Tests of --data-fields on single lines: nested names, lists, indexes, and absent fields."""
 
-import json
-
 import pytest
 
 from megatron_packed.config.data_fields import DataFields, pairs_of
@@ -13,13 +11,15 @@ from megatron_packed.data.sources.line_schema import (
     Text,
     parse_line,
 )
+from support.data_helpers import samples_of
+from support.messages import assistant, system, user
 
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
+USER, ASSISTANT = user("q"), assistant("a")
+SYSTEM = system("s")
 
 
 def parsed(line: dict, words: str) -> list:
-    return parse_line(json.dumps(line).encode(), DataFields.from_pairs(pairs_of([words])))
+    return samples_of(line, DataFields.from_pairs(pairs_of([words])))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_contents_that_are_lists_of_parts() -> None:
     for names in (("messages", "role", "content"), ("conversations", "from", "value")):
         field, role, content = names
         turns = [{role: "user", content: parts[:1]}, {role: "assistant", content: parts}]
-        [sample] = parse_line(json.dumps({field: turns}).encode())
+        [sample] = samples_of({field: turns})
         assert [message["content"] for message in sample.messages] == ["a", "abc"]
 
 
@@ -104,8 +104,8 @@ ANSWERED = {"type": "text", "text": "a"}
 def test_thoughts_at_the_start_of_an_answer_are_its_reasoning(
     parts: list, thoughts: str | None
 ) -> None:
-    line = {"messages": [USER, {"role": "assistant", "content": parts}]}
-    [sample] = parse_line(json.dumps(line).encode())
+    line = {"messages": [USER, assistant(parts)]}
+    [sample] = samples_of(line)
     more = {} if thoughts is None else {"thinking": thoughts, "reasoning_content": thoughts}
     assert sample.messages == [USER, {**ASSISTANT, **more}]
 
@@ -114,7 +114,7 @@ def test_thoughts_at_the_start_of_an_answer_are_its_reasoning(
     ("message", "detail"),
     [
         ({"content": [ANSWERED, THOUGHT]}, "content[1].type is 'thinking', which only begins"),
-        ({"role": "user", "content": [THOUGHT, ANSWERED]}, "content[0].type is 'thinking', which"),
+        (user([THOUGHT, ANSWERED]), "content[0].type is 'thinking', which"),
         ({"content": [THOUGHT, {"type": "image"}]}, "content[1].type is 'image'"),
         ({"content": [{"type": "thinking"}, ANSWERED]}, "content[0].thinking is a null"),
         (
@@ -127,7 +127,7 @@ def test_thoughts_at_the_start_of_an_answer_are_its_reasoning(
 def test_other_thoughts_are_refused_with_their_place(message: dict, detail: str) -> None:
     """Templates print thoughts before the text, so thoughts after a text would change places."""
     with pytest.raises(BadLine) as caught:
-        parse_line(json.dumps({"messages": [{"role": "assistant", **message}, ASSISTANT]}).encode())
+        samples_of({"messages": [{"role": "assistant", **message}, ASSISTANT]})
     assert detail in caught.value.detail
 
 
@@ -136,17 +136,17 @@ def test_prompts_and_completions_that_are_lists_of_messages() -> None:
     line = {"ask": [USER, ASSISTANT, USER], "say": [ASSISTANT]}
     [sample] = parsed(line, "prompt=ask,completion=say")
     assert sample.messages == [USER, {**ASSISTANT, "train": False}, USER, ASSISTANT]
-    [same] = parse_line(json.dumps({"prompt": line["ask"], "completion": line["say"]}).encode())
+    [same] = samples_of({"prompt": line["ask"], "completion": line["say"]})
     assert same == sample
 
 
 def test_a_text_that_completes_messages_is_an_answer() -> None:
     line = {"prompt": [USER, ASSISTANT, USER], "completion": "a", "system": "s"}
-    [sample] = parse_line(json.dumps(line).encode())
+    [sample] = samples_of(line)
     assert sample == Conversation([SYSTEM, USER, {**ASSISTANT, "train": False}, USER, ASSISTANT])
     for empty in (" ", None):
         with pytest.raises(BadLine, match="empty_completion"):
-            parse_line(json.dumps({**line, "completion": empty}).encode())
+            samples_of({**line, "completion": empty})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_text_that_completes_messages_is_an_answer() -> None:
 )
 def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> None:
     with pytest.raises(BadLine, match="no_known_field") as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     assert caught.value.detail.endswith(f"; perhaps --data-fields {fields}")
     assert parsed(line, fields)
 
@@ -233,7 +233,7 @@ def test_unknown_fields_get_a_suggestion_that_works(line: dict, fields: str) -> 
 def test_a_prompt_with_another_answer_gets_a_suggestion_that_works(more: dict, fields: str) -> None:
     line = {"prompt": "p", **more}
     with pytest.raises(BadLine, match="missing_completion") as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     assert caught.value.detail == f"fields: {', '.join(line)}; perhaps --data-fields {fields}"
     if more != {"response": None}:
         assert parsed(line, fields)
@@ -250,7 +250,7 @@ def test_roles_of_sharegpt_in_messages_get_the_flag_that_reads_them() -> None:
     turns = [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]
     line = {"messages": turns, "tools": [{"name": "f"}], "system": "s"}
     with pytest.raises(BadLine, match="unknown_role") as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     words = "conversations=messages,system=system,tools=tools"
     role = "messages[0].role is 'human'"
     assert caught.value.detail == f"{role}; --data-fields {words} reads such roles"
@@ -260,7 +260,7 @@ def test_roles_of_sharegpt_in_messages_get_the_flag_that_reads_them() -> None:
         parsed({"talk": turns, "s": "s"}, "messages=talk,system=s")
     turns[0]["role"] = "bot"
     with pytest.raises(BadLine) as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     assert caught.value.detail == "messages[0].role is 'bot'"
 
 
@@ -270,7 +270,7 @@ def test_fields_without_a_usual_name_get_no_suggestion() -> None:
     other_lists = {"asked": [{"question": "q"}], "said": [{"answer": "a"}], "document": "d"}
     for line in ({"x": "y"}, {}, {"conversation": "text", "id": 3}, unsure, other_lists):
         with pytest.raises(BadLine) as caught:
-            parse_line(json.dumps(line).encode())
+            samples_of(line)
         assert "perhaps" not in caught.value.detail
 
 
@@ -287,7 +287,7 @@ def test_columns_and_names_of_fields() -> None:
     assert first_names(fields) >= {"rows"} and not any("[" in name for name in first_names(fields))
     assert has_field({"rows": [{}, {"qa": [{"q": "x"}]}]}, "rows[*].qa[*].q")
     assert not has_field({"rows": [{}]}, "rows[*].qa[*].q")
-    line = {"id": 1, "qa": {"q": "x", "a": ["y"]}, "turns": [{"role": "user", "content": "z"}]}
+    line = {"id": 1, "qa": {"q": "x", "a": ["y"]}, "turns": [user("z")]}
     assert field_names(line) == ["id", "qa.q", "qa.a", "turns.role", "turns.content"]
 
 

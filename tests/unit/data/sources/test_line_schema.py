@@ -15,106 +15,156 @@ from megatron_packed.data.sources.line_schema import (
     parse_line,
     schema_name,
 )
+from support.data_helpers import samples_of
+from support.messages import assistant, tool, user
 
-USER = {"role": "user", "content": "q"}
-ASSISTANT = {"role": "assistant", "content": "a"}
+USER = user("q")
+ASSISTANT = assistant("a")
 
 
 def chat(*messages, **fields):
     return json.dumps({"messages": list(messages), **fields}).encode()
 
 
-BAD = [
-    (b'{"text": "a\x00b"}', "nul_byte"),
-    (b'{"text": "a\xff"}', "invalid_utf8"),
-    (b'{"text": "\xed\xa0\x80"}', "invalid_utf8"),  # a surrogate encoded as three bytes
-    (b'{"text": "a"', "malformed_json"),
-    (b'{"text": "a"} {}', "malformed_json"),
-    (b"text", "malformed_json"),
-    (b'{"text": "a\tb"}', "malformed_json"),  # a raw control character
-    (b"{'text': 'a'}", "malformed_json"),
-    (b"[" * 100_000, "too_deep"),
-    (b'{"a":' * 100_000, "too_deep"),
-    (b'{"text": "a", "x": ' + b"[" * 128 + b"]" * 128 + b"}", "too_deep"),
-    (b'{"text": NaN}', "nan_literal"),
-    (b'{"text": "a", "x": [-Infinity]}', "nan_literal"),
-    (b'{"text": "a", "x": ' + b"1" * 100_000 + b"}", "huge_number"),
-    (b'{"text": "a", "x": 0.' + b"1" * 100_000 + b"}", "huge_number"),
-    (b'{"text": "a", "x": -1e999}', "huge_number"),  # Python reads it as -Infinity
-    (b'{"text": "a", "text": "b"}', "duplicate_key"),
-    (b'{"text": "a", "x": {"k": 1, "k": 1}}', "duplicate_key"),
-    (b'{"text": "\\ud800"}', "lone_surrogate"),
-    (b'{"text": "\\uDC00x"}', "lone_surrogate"),
-    (chat(USER, {**ASSISTANT, "tool_calls": [{"a": "\udcff"}]}), "lone_surrogate"),
-    (b'{"text": "\\ufdd1"}', "reserved_character"),
-    ('{"text": "\ufdd0"}'.encode(), "reserved_character"),
-    (b"[]", "not_an_object"),
-    (b'[{"text": "a"},', "malformed_json"),
-    ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
-    (b"null", "not_an_object"),
-    (b'"text"', "not_an_object"),
-    (b"{}", "no_known_field"),
-    (b'{"instruction": "a"}', "no_known_field"),
-    (b'{"instruction": "a", "output": ""}', "empty_assistant"),
-    (b'{"instruction": "a", "output": null}', "empty_assistant"),
-    (b'{"instruction": "a", "input": 3, "output": "b"}', "wrong_type"),
-    (b'{"instruction": "a", "output": "b", "history": [["x"]]}', "wrong_type"),
-    (b'{"conversations": "a"}', "wrong_type"),
-    (b'{"conversations": []}', "empty_messages"),
-    (b'{"conversations": [{"from": "gpt"}]}', "wrong_type"),
-    (b'{"conversations": [{"from": "calling", "value": "f"}]}', "unknown_role"),
-    (b'{"conversations": [{"from": "function_call", "value": "f"}]}', "wrong_type"),
-    (b'{"conversations": [{"from": "human", "value": "a"}]}', "no_assistant"),
-    (b'{"completion": "a"}', "no_known_field"),
-    (b'{"text": 1}', "wrong_type"),
-    (b'{"text": null}', "wrong_type"),
-    (b'{"text": " \\n"}', "empty_text"),
-    (b'{"prompt": "a"}', "missing_completion"),
-    (b'{"prompt": ["a"], "completion": "b"}', "wrong_type"),
-    (b'{"prompt": "a", "completion": {}}', "wrong_type"),
-    (b'{"prompt": "a", "completion": ""}', "empty_completion"),
-    (b'{"prompt": "a", "completion": null}', "empty_completion"),
-    (b'{"messages": {}}', "wrong_type"),
-    (chat(), "empty_messages"),
-    (chat(USER, ASSISTANT, tools={}), "wrong_type"),
-    (chat("hi", ASSISTANT), "wrong_type"),
-    (chat({"content": "a"}, ASSISTANT), "wrong_type"),
-    (chat({"role": 1, "content": "a"}, ASSISTANT), "wrong_type"),
-    (chat({"role": "bot", "content": "a"}, ASSISTANT), "unknown_role"),
-    (chat({"role": "User", "content": "a"}, ASSISTANT), "unknown_role"),
-    (chat({"role": "user"}, ASSISTANT), "wrong_type"),
-    (chat({"role": "user", "content": [{"type": "text", "text": None}]}, ASSISTANT), "wrong_type"),
-    (chat({"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT), "not_text"),
-    (chat({"role": "user", "content": [{"text": "a"}]}, ASSISTANT), "not_text"),
-    (chat({"role": "user", "content": [7]}, ASSISTANT), "wrong_type"),
-    (chat({"role": "user", "content": None}, ASSISTANT), "wrong_type"),
-    (chat(USER, {"role": "assistant"}), "wrong_type"),
-    (chat(USER, {"role": "assistant", "content": None}), "empty_assistant"),
-    (chat(USER, {"role": "assistant", "content": []}), "empty_assistant"),
-    (chat(USER, ASSISTANT, USER, {"role": "assistant", "content": ""}), "empty_assistant"),
-    (chat(USER, {"role": "assistant", "content": ""}), "empty_assistant"),
-    (chat(USER, {"role": "assistant", "content": " \n"}), "empty_assistant"),
-    (chat(USER, {**ASSISTANT, "tool_calls": "f"}), "wrong_type"),
-    (chat(USER, {**ASSISTANT, "tool_calls": ["f"]}), "wrong_type"),
-    (chat(USER), "no_assistant"),
-    (chat(USER, ASSISTANT, {"role": "system", "content": "s"}, USER), "no_assistant"),
-    (chat(USER, {**ASSISTANT, "train": 1}), "bad_train_flag"),
-    (chat({**USER, "train": True}, ASSISTANT), "bad_train_flag"),
-    (chat(USER, {**ASSISTANT, "loss": False, "weight": 1}), "contradictory_masks"),
-    (chat({**USER, "role": "system"}, ASSISTANT, system="s"), "contradictory_system"),
-    (b'{"chosen": "a", "rejected": "b"}', "preference_data"),
-    (b'{"input_ids": []}', "empty_text"),
-    (b'{"input_ids": null}', "wrong_type"),
-    (b'{"messages": null, "completion": "a"}', "wrong_type"),
-]
+BAD = {
+    "nul_byte": [
+        b'{"text": "a\x00b"}',
+    ],
+    "invalid_utf8": [
+        b'{"text": "a\xff"}',
+        b'{"text": "\xed\xa0\x80"}',  # a surrogate encoded as three bytes
+        '{"text": "a"}'.encode("utf-16"),
+    ],
+    "malformed_json": [
+        b'{"text": "a"',
+        b'{"text": "a"} {}',
+        b"text",
+        b'{"text": "a\tb"}',  # a raw control character
+        b"{'text': 'a'}",
+        b'[{"text": "a"},',
+    ],
+    "too_deep": [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"text": "a", "x": ' + b"[" * 128 + b"]" * 128 + b"}",
+    ],
+    "nan_literal": [
+        b'{"text": NaN}',
+        b'{"text": "a", "x": [-Infinity]}',
+    ],
+    "huge_number": [
+        b'{"text": "a", "x": ' + b"1" * 100_000 + b"}",
+        b'{"text": "a", "x": 0.' + b"1" * 100_000 + b"}",
+        b'{"text": "a", "x": -1e999}',  # Python reads it as -Infinity
+    ],
+    "duplicate_key": [
+        b'{"text": "a", "text": "b"}',
+        b'{"text": "a", "x": {"k": 1, "k": 1}}',
+    ],
+    "lone_surrogate": [
+        b'{"text": "\\ud800"}',
+        b'{"text": "\\uDC00x"}',
+        chat(USER, {**ASSISTANT, "tool_calls": [{"a": "\udcff"}]}),
+    ],
+    "reserved_character": [
+        b'{"text": "\\ufdd1"}',
+        '{"text": "\ufdd0"}'.encode(),
+    ],
+    "not_an_object": [
+        b"[]",
+        b"null",
+        b'"text"',
+    ],
+    "no_known_field": [
+        b"{}",
+        b'{"instruction": "a"}',
+        b'{"completion": "a"}',
+    ],
+    "empty_assistant": [
+        b'{"instruction": "a", "output": ""}',
+        b'{"instruction": "a", "output": null}',
+        chat(USER, assistant(None)),
+        chat(USER, assistant([])),
+        chat(USER, ASSISTANT, USER, assistant("")),
+        chat(USER, assistant("")),
+        chat(USER, assistant(" \n")),
+    ],
+    "wrong_type": [
+        b'{"instruction": "a", "input": 3, "output": "b"}',
+        b'{"instruction": "a", "output": "b", "history": [["x"]]}',
+        b'{"conversations": "a"}',
+        b'{"conversations": [{"from": "gpt"}]}',
+        b'{"conversations": [{"from": "function_call", "value": "f"}]}',
+        b'{"text": 1}',
+        b'{"text": null}',
+        b'{"prompt": ["a"], "completion": "b"}',
+        b'{"prompt": "a", "completion": {}}',
+        b'{"messages": {}}',
+        chat(USER, ASSISTANT, tools={}),
+        chat("hi", ASSISTANT),
+        chat({"content": "a"}, ASSISTANT),
+        chat({"role": 1, "content": "a"}, ASSISTANT),
+        chat({"role": "user"}, ASSISTANT),
+        chat(user([{"type": "text", "text": None}]), ASSISTANT),
+        chat(user([7]), ASSISTANT),
+        chat(user(None), ASSISTANT),
+        chat(USER, {"role": "assistant"}),
+        chat(USER, {**ASSISTANT, "tool_calls": "f"}),
+        chat(USER, {**ASSISTANT, "tool_calls": ["f"]}),
+        b'{"input_ids": null}',
+        b'{"messages": null, "completion": "a"}',
+    ],
+    "empty_messages": [
+        b'{"conversations": []}',
+        chat(),
+    ],
+    "unknown_role": [
+        b'{"conversations": [{"from": "calling", "value": "f"}]}',
+        chat({"role": "bot", "content": "a"}, ASSISTANT),
+        chat({"role": "User", "content": "a"}, ASSISTANT),
+    ],
+    "no_assistant": [
+        b'{"conversations": [{"from": "human", "value": "a"}]}',
+        chat(USER),
+        chat(USER, ASSISTANT, {"role": "system", "content": "s"}, USER),
+    ],
+    "empty_text": [
+        b'{"text": " \\n"}',
+        b'{"input_ids": []}',
+    ],
+    "missing_completion": [
+        b'{"prompt": "a"}',
+    ],
+    "empty_completion": [
+        b'{"prompt": "a", "completion": ""}',
+        b'{"prompt": "a", "completion": null}',
+    ],
+    "not_text": [
+        chat(user([{"type": "image_url"}]), ASSISTANT),
+        chat(user([{"text": "a"}]), ASSISTANT),
+    ],
+    "bad_train_flag": [
+        chat(USER, {**ASSISTANT, "train": 1}),
+        chat({**USER, "train": True}, ASSISTANT),
+    ],
+    "contradictory_masks": [
+        chat(USER, {**ASSISTANT, "loss": False, "weight": 1}),
+    ],
+    "contradictory_system": [
+        chat({**USER, "role": "system"}, ASSISTANT, system="s"),
+    ],
+    "preference_data": [
+        b'{"chosen": "a", "rejected": "b"}',
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"), BAD, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(BAD)]
+    ("reason", "n"), [(reason, n) for reason, lines in BAD.items() for n in range(len(lines))]
 )
-def test_a_bad_line_is_refused_with_its_reason(data, reason):
+def test_a_bad_line_is_refused_with_its_reason(reason, n):
     with pytest.raises(BadLine) as caught:
-        parse_line(data)
+        parse_line(BAD[reason][n])
     assert caught.value.reason == reason
     assert str(caught.value).isprintable()
 
@@ -170,7 +220,7 @@ def test_every_reason_of_a_line_is_covered():
         "not_a_token_number",
         "killed_worker",
     }
-    assert {reason for _, reason in BAD} | elsewhere | preprocessing == set(REASONS)
+    assert BAD.keys() | elsewhere | preprocessing == set(REASONS)
 
 
 @pytest.mark.shows("Data", "messages", "prompt and completion", "text")
@@ -179,8 +229,8 @@ def test_good_lines():
     assert parse_line('{"text": "é \\u0000 \\ud83d\\ude00"}'.encode()) == [Text("é \0 😀")]
     assert parse_line(b'{"prompt": "", "completion": " x"}') == [PromptCompletion("", " x")]
     assert parse_line(chat(USER, ASSISTANT, text="t")) == [Conversation([USER, ASSISTANT], None)]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    [sample] = parse_line(chat(USER, call, {"role": "tool", "content": "1"}, tools=[{"name": "f"}]))
+    call = assistant(None, tool_calls=[{"function": {"name": "f"}}])
+    [sample] = parse_line(chat(USER, call, tool("1"), tools=[{"name": "f"}]))
     assert sample.messages[1] == {**call, "content": ""}
     assert sample.tools == [{"name": "f"}]
     assert parse_line(chat(USER, {**ASSISTANT, "train": False}, {**ASSISTANT, "train": True}))
@@ -195,7 +245,7 @@ def test_sharegpt_and_alpaca_are_conversations():
         {"conversations": [{"from": "system", "value": "s"}, *turns], "id": 7},
     ]
     for value in sharegpt:
-        [sample] = parse_line(json.dumps(value).encode())
+        [sample] = samples_of(value)
         assert sample == Conversation([system, USER, ASSISTANT], None, "sharegpt")
     [sample] = parse_line(b'{"instruction": "q", "input": "", "output": "a", "text": "q a"}')
     assert sample == Conversation([USER, ASSISTANT], None, "alpaca", "q")
@@ -206,11 +256,11 @@ def test_sharegpt_and_alpaca_are_conversations():
         system,
         USER,
         ASSISTANT,
-        {"role": "user", "content": "q\n\ni"},
+        user("q\n\ni"),
         ASSISTANT,
     ]
     [sample] = parse_line(b'{"instruction": "q", "context": "i", "response": "a", "category": "c"}')
-    assert sample.messages == [{"role": "user", "content": "q\n\ni"}, ASSISTANT]
+    assert sample.messages == [user("q\n\ni"), ASSISTANT]
     assert sample.instruction == "q" and schema_name(sample) == "alpaca"
 
 
@@ -228,7 +278,7 @@ def test_every_name_that_sharegpt_has_for_a_role(role, names):
         turns = [{"from": name, "value": "x"}, {"from": "gpt", "value": "a"}]
         if name == role:  # the turn has ``role`` and ``content`` instead of ``from`` and ``value``
             turns[0] = {"role": name, "content": "x"}
-        [sample] = parse_line(json.dumps({"conversations": turns}).encode())
+        [sample] = samples_of({"conversations": turns})
         assert sample.messages[0] == {"role": role, "content": "x"}, name
 
 
@@ -245,7 +295,7 @@ def test_of_fields_of_several_schemas_the_first_decides():
     }
     order = []
     while line:
-        [sample] = parse_line(json.dumps(line).encode())
+        [sample] = samples_of(line)
         order.append(schema_name(sample))
         for field in {
             "prompt/completion": ("prompt", "completion"),
@@ -274,9 +324,9 @@ def test_the_system_field_is_the_first_message():
         {"conversations": [{"from": "system", "value": "s"}, *turns]},
         {"prompt": [USER], "completion": [ASSISTANT]},
     ):
-        [sample] = parse_line(json.dumps({**line, "system": "s"}).encode())
+        [sample] = samples_of({**line, "system": "s"})
         assert sample.messages == [system, USER, ASSISTANT]
-        [same] = parse_line(json.dumps({"system": "", **line}).encode())
+        [same] = samples_of({"system": "", **line})
         assert same.messages[-2:] == [USER, ASSISTANT]
 
 
@@ -293,16 +343,14 @@ def test_null_fields_are_absent():
             {"from": "gpt", "value": None, "content": "a", "role": None, "train": None},
         ],
     }
-    assert parse_line(json.dumps(line).encode()) == [
-        Conversation([USER, ASSISTANT], None, "sharegpt")
-    ]
+    assert samples_of(line) == [Conversation([USER, ASSISTANT], None, "sharegpt")]
     line = {"messages": [USER, {**ASSISTANT, "value": None}], "input_ids": None, "label": None}
-    assert parse_line(json.dumps(line).encode()) == [Conversation([USER, ASSISTANT])]
+    assert samples_of(line) == [Conversation([USER, ASSISTANT])]
 
 
 def noted(line, fields=None):
     notes = Counter()
-    parse_line(json.dumps(line).encode(), fields, notes)
+    samples_of(line, fields, notes)
     return notes
 
 
@@ -341,7 +389,7 @@ def test_roles_of_newer_and_older_messages_of_openai():
     messages = [
         {"role": "developer", "content": "s"},
         USER,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        assistant(None, function_call={"name": "f", "arguments": "{}"}),
         {"role": "function", "name": "f", "content": "1"},
         ASSISTANT,
     ]
@@ -356,5 +404,5 @@ def test_unknown_fields_of_messages_go_to_the_template():
         {"messages": [USER, {**ASSISTANT, "mood": "calm"}]},
         {"conversations": [{"from": "gpt", "value": "a", "mood": "calm"}]},
     ):
-        [sample] = parse_line(json.dumps(line).encode())
+        [sample] = samples_of(line)
         assert sample.messages[-1] == {**ASSISTANT, "mood": "calm"}

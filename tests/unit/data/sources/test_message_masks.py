@@ -1,11 +1,9 @@
 """Tests of masks of messages: every spelling of several trainers means ``train``."""
 
-import json
-
 import pytest
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.line_schema import parse_line
+from support.data_helpers import samples_of
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 LEARNED = [
@@ -40,7 +38,7 @@ def trained(*masks, form="messages", **beside):
             | {name: part for name, part in message.items() if name not in ("role", "content")}
             for message in messages
         ]
-    [sample] = parse_line(json.dumps({form: messages, **beside}).encode())
+    [sample] = samples_of({form: messages, **beside})
     assert all(message.keys() <= {"role", "content", "train"} for message in sample.messages)
     assert all("train" not in message for message in sample.messages[::2])
     return [message.get("train") for message in sample.messages[1::2]]
@@ -65,7 +63,7 @@ def test_a_list_beside_the_messages(form):
 def test_the_list_has_a_value_for_each_turn_of_the_line_and_none_for_the_system_field():
     assert trained({}, loss_mask=[0, 0]) == [False]
     line = {"system": "s", "messages": [USER, ANSWER], "loss_mask": [0, 0]}
-    [sample] = parse_line(json.dumps(line).encode())
+    [sample] = samples_of(line)
     assert sample.messages[-1] == {**ANSWER, "train": False}
 
 
@@ -121,12 +119,12 @@ def test_the_list_has_a_value_for_each_turn_of_the_line_and_none_for_the_system_
 )
 def test_masks_that_cannot_be_followed_are_refused(line, reason, detail):
     with pytest.raises(BadLine) as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     assert caught.value.reason == reason and detail in caught.value.detail
 
 
 def test_answers_of_a_prompt_are_not_learned_whatever_their_masks_say():
     prompt = [USER, {**ANSWER, "weight": 1}, USER]
     line = {"prompt": prompt, "completion": [{**ANSWER, "weight": 1}]}
-    [sample] = parse_line(json.dumps(line).encode())
+    [sample] = samples_of(line)
     assert [message.get("train") for message in sample.messages] == [None, False, None, True]

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from megatron_packed.data.errors import DataError
-from megatron_packed.data.notes import NOTES, note_lines
+from megatron_packed.data.errors import NOTES, DataError, note_lines
 from megatron_packed.data.sources.line_schema import Text, TokenSequence, parse_line
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
 from support.data_helpers import byte_level, marked, open_lines, save_tokenizer
+from support.messages import assistant, user
 
 BYTES = ByteTokenizer()
-USER = {"role": "user", "content": "q"}
+USER = user("q")
 THINKS_LAST = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -22,7 +22,7 @@ THINKS_LAST = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def line(*answers: str, **more: object) -> str:
-    messages = [m for a in answers for m in (USER, {"role": "assistant", "content": a})]
+    messages = [m for a in answers for m in (USER, assistant(a))]
     return json.dumps({"messages": messages, **more})
 
 
@@ -53,7 +53,7 @@ def test_fields_and_letters_are_counted_once_in_the_report_and_again_from_the_ca
 
 
 def test_fields_of_messages_that_the_template_reads_are_no_loss(tmp_path):
-    talk = [{**USER, "mood": "calm"}, {"role": "assistant", "content": "a", "score": 1}]
+    talk = [{**USER, "mood": "calm"}, assistant("a", score=1)]
     chat = TemplateFormat("{% for m in messages %}{{ m.mood }}{{ m.content }}{% endfor %}", BYTES)
     dataset = open_with(tmp_path, [json.dumps({"messages": talk})], chat)
     assert dataset.report.notes == {"unread_field": {"messages[].score": 1}}
@@ -158,6 +158,6 @@ def test_a_given_token_outside_of_the_vocabulary_makes_its_line_unusable():
 
 
 def test_a_conversation_whose_answers_are_all_masked_is_empty_and_not_bad(tmp_path):
-    talk = {"messages": [USER, {"role": "assistant", "content": "a", "weight": 0}]}
+    talk = {"messages": [USER, assistant("a", weight=0)]}
     dataset = open_lines(tmp_path, [json.dumps(talk), line("a")], max_bad_fraction=0.0)
     assert dataset.report.empty == {"all_masked": 1} and len(dataset) == 1

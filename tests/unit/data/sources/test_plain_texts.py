@@ -8,8 +8,7 @@ import pytest
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import FIELDS
-from megatron_packed.data.sources.source_files import expand_paths
-from megatron_packed.data.sources.table_rows import reader_of
+from megatron_packed.data.sources.source_files import expand_paths, reader_of
 from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat

@@ -1,6 +1,5 @@
 """Tests of preference data: it is refused by name, and the printed flag trains on the good side."""
 
-import json
 import re
 
 import pytest
@@ -13,10 +12,12 @@ from megatron_packed.data.sources.line_schema import (
     Text,
     parse_line,
 )
+from support.data_helpers import samples_of
+from support.messages import assistant, system, user
 
-USER, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}
-BAD = {"role": "assistant", "content": "bad"}
-SYSTEM = {"role": "system", "content": "s"}
+USER, GOOD = user("q"), assistant("good")
+BAD = assistant("bad")
+SYSTEM = system("s")
 TALK = [Conversation([USER, GOOD])]
 ALPACA = [Conversation([USER, GOOD], None, "alpaca", "q")]
 HUMAN = "\n\nHuman: q\n\nAssistant: "
@@ -73,7 +74,7 @@ LABELLED = [
 
 def refusal(line) -> str:
     with pytest.raises(BadLine) as caught:
-        parse_line(json.dumps(line).encode())
+        samples_of(line)
     assert caught.value.reason == "preference_data"
     return caught.value.detail
 
@@ -82,7 +83,7 @@ def learned(line, detail):
     """Return the samples with the ``--data-fields`` that a refusal names."""
     words = re.search(r"--data-fields (\S+) trains on", detail)[1]
     assert pairs_fault(pairs_of([words])) is None
-    return parse_line(json.dumps(line).encode(), DataFields.from_pairs(pairs_of([words])))
+    return samples_of(line, DataFields.from_pairs(pairs_of([words])))
 
 
 @pytest.mark.parametrize(("line", "expected"), PAIRS)
@@ -113,7 +114,7 @@ def test_fields_that_the_flag_leaves_out_are_named():
 
 def test_other_labels_and_numbers_are_no_preferences():
     for more in ({"label": 1}, {"label": "spam"}, {"chosen": 1, "rejected": 0}, {"chosen": "a"}):
-        assert parse_line(json.dumps({"prompt": "q", "completion": "c", **more}).encode())
+        assert samples_of({"prompt": "q", "completion": "c", **more})
     assert parse_line(b'{"text": "t", "label": true}') == [Text("t")]
 
 
@@ -124,7 +125,7 @@ def test_texts_of_turns_are_messages():
     )
     fields = DataFields.from_pairs([("messages", "chosen")])
     line = {"chosen": text, "rejected": text}
-    [sample] = parse_line(json.dumps(line).encode(), fields)
+    [sample] = samples_of(line, fields)
     assert [(message["role"], message["content"]) for message in sample.messages] == [
         ("user", "one\nHuman: two"),
         ("assistant", "three \n\nmore"),
@@ -137,4 +138,4 @@ def test_texts_of_turns_are_messages():
         ("q", "wrong_type"),
     ):
         with pytest.raises(BadLine, match=reason):
-            parse_line(json.dumps({"chosen": text}).encode(), fields)
+            samples_of({"chosen": text}, fields)

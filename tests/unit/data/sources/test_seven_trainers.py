@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.data.errors import BadLine
-from megatron_packed.data.sources.line_schema import parse_line
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from support.data_helpers import byte_level, save_tokenizer
+from support.data_helpers import byte_level, samples_of, save_tokenizer
 
 ROWS = [
     json.loads(line)
@@ -70,7 +69,7 @@ def learned_texts(encoder: SampleEncoder, documents) -> list[str]:
 def test_line_is_learned_as_its_trainer_learns_it(row, encoder) -> None:
     notes: Counter[tuple[str, str]] = Counter()
     try:
-        samples = parse_line(json.dumps(row["line"]).encode(), None, notes)
+        samples = samples_of(row["line"], None, notes)
         [encoded] = encoder.encode([samples])
         if isinstance(encoded, BadLine):
             raise encoded

@@ -22,9 +22,11 @@ from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat
 from support.data_helpers import conversation
+from support.json_lines import read_lines, write_lines
+from support.messages import assistant, user
 
 CONVERSATIONS = [json.loads(conversation("q", "a" * n)) for n in range(1, 400)]
-CONVERSATIONS[3]["messages"].append({"role": "assistant", "content": "not learned", "train": False})
+CONVERSATIONS[3]["messages"].append(assistant("not learned", train=False))
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 7}
 ] * 3
@@ -75,7 +77,7 @@ def opened(path, cache, sft=True, **options):
 @pytest.mark.parametrize("rows", [CONVERSATIONS, SHAREGPT, ALPACA, PROMPTS, TEXTS], ids="csapt")
 def test_documents_are_those_of_the_same_lines(pa, tmp_path, kind, rows):
     lines = tmp_path / "a.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(lines, rows)
     first = opened(lines, tmp_path / "cache", rows is not TEXTS)
     second = opened(
         write(pa, tmp_path / "table", rows, kind), tmp_path / "cache", rows is not TEXTS
@@ -134,11 +136,11 @@ def test_columns_that_are_not_read_are_listed(pa, tmp_path, kind):
         [
             {
                 "messages": [
-                    {"role": "user", "content": "q"},
-                    {"role": "assistant", "content": None},
+                    user("q"),
+                    assistant(None),
                 ]
             },
-            {"messages": [{"role": "assistant", "content": "a", "train": False}], "tools": None},
+            {"messages": [assistant("a", train=False)], "tools": None},
         ],
         [
             {"conversations": [{"from": "gpt", "value": None}]},
@@ -147,7 +149,7 @@ def test_columns_that_are_not_read_are_listed(pa, tmp_path, kind):
         [
             {
                 "tools": [{"name": "f", "content": None}],
-                "messages": [{"role": "assistant", "content": "a"}],
+                "messages": [assistant("a")],
             },
             {"tools": [{"name": "g", "content": {"type": "x"}}], "messages": []},
         ],
@@ -202,7 +204,7 @@ def test_bad_rows_are_set_aside_by_file_and_row(pa, tmp_path):
         report = opened(path, tmp_path / "cache", sft=False, max_bad_fraction=0.1).report
         assert (report.lines, report.good) == (300, 297)
         [listed] = (tmp_path / "cache").glob("*.quarantine.jsonl")
-        found = [json.loads(line) for line in listed.read_text().splitlines()]
+        found = read_lines(listed)
         reasons = [(131, "invalid_utf8"), (201, "empty_text"), (300, "no_known_field")]
         assert [(entry["row"], entry["reason"]) for entry in found] == reasons
         assert {entry["file"] for entry in found} == {str(path)}
@@ -307,7 +309,7 @@ def test_directories(tmp_path, monkeypatch):
     ):
         expand_paths([split.parent])
     os.truncate(split / "state.json", 2**40)
-    monkeypatch.setattr("megatron_packed.data.sources.table_files._MOST_BYTES", 1000)
+    monkeypatch.setattr("megatron_packed.data.sources.table_rows._MOST_BYTES", 1000)
     with pytest.raises(DataError, match=r"state\.json is damaged"):
         expand_paths([split])
     for state in (
@@ -325,7 +327,7 @@ def test_directories(tmp_path, monkeypatch):
 
 def test_without_pyarrow_the_cure_comes_first(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron_packed.data.sources.table_files.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_packed.data.sources.table_rows.find_spec", lambda name: None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
     for path in (file, tmp_path, tmp_path / "*.parquet"):

@@ -1,16 +1,15 @@
 """Tests of lines of tokens: what labels and masks learn, and lines that contradict themselves."""
 
-import json
-
 import pytest
 
 from megatron_packed.data.errors import BadLine, DataError
-from megatron_packed.data.sources.line_schema import TokenSequence, parse_line, schema_name
+from megatron_packed.data.sources.line_schema import TokenSequence, schema_name
 from megatron_packed.data.tokenizers.bpe_training import train_bpe
+from support.data_helpers import samples_of
 
 
 def parsed(**line):
-    [sample] = parse_line(json.dumps(line).encode())
+    [sample] = samples_of(line)
     return sample
 
 

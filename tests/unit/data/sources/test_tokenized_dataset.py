@@ -56,7 +56,7 @@ def test_documents_lengths_and_counts(tmp_path):
 
 def test_targets_of_pieces(tmp_path):
     dataset = open_lines(tmp_path, [conversation("qq", "aaa"), conversation("q", "a", "q", "aaaa")])
-    masks = [dataset.target_mask(n) for n in range(2)]
+    masks = [dataset.document(n)[1] for n in range(2)]
     pieces = [
         (0, 0, len(masks[0])),
         (1, 0, len(masks[1])),

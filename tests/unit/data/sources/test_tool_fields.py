@@ -7,13 +7,15 @@ import pytest
 
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import parse_line
+from support.data_helpers import samples_of
+from support.messages import assistant, tool, user
 
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER, ANSWER = user("q"), assistant("a")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}
 
 
 def parsed(**line):
-    [sample] = parse_line(json.dumps({"messages": [USER, ANSWER], **line}).encode())
+    [sample] = samples_of({"messages": [USER, ANSWER], **line})
     return sample
 
 
@@ -71,7 +73,7 @@ def test_tools_have_one_form_in_every_schema(schema):
         ("null", None),
         (None, None),
     ):
-        [sample] = parse_line(json.dumps({**line, "tools": tools}).encode())
+        [sample] = samples_of({**line, "tools": tools})
         assert sample.tools == expected
 
 
@@ -105,8 +107,8 @@ def test_no_calls_and_null_keys_of_messages_are_dropped():
     ]
     *_, first, second, third = found = parsed(messages=messages).messages
     assert found[:2] == [USER, ANSWER]
-    assert first == {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **TOOL}]}
-    assert second == third == {"role": "assistant", "content": "", "tool_calls": [TOOL]}
+    assert first == assistant("", tool_calls=[{"id": "1", **TOOL}])
+    assert second == third == assistant("", tool_calls=[TOOL])
 
 
 def test_turns_of_sharegpt_have_the_fields_of_messages():
@@ -118,8 +120,8 @@ def test_turns_of_sharegpt_have_the_fields_of_messages():
     ]
     assert parsed(messages=turns).messages == [
         {**USER, "name": "Ada"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]},
-        {"role": "tool", "content": "21", "tool_call_id": "1"},
+        assistant("", tool_calls=[{"name": "f", "arguments": {}}]),
+        tool("21", tool_call_id="1"),
         {**ANSWER, "reasoning_content": "r", "thinking": "r", "train": False},
     ]
 
@@ -143,7 +145,7 @@ ONE = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 def test_a_turn_that_calls_a_function(value, calls):
     """LLaMA-Factory writes calls as turns with a role of their own."""
     turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": value, "loss": 0}]
-    expected = {"role": "assistant", "content": "", "tool_calls": calls, "train": False}
+    expected = assistant("", tool_calls=calls, train=False)
     assert parsed(messages=turns).messages[1] == expected
 
 
@@ -165,10 +167,8 @@ def test_a_bad_call_is_refused_with_its_place(value, detail):
 
 def test_the_field_for_a_call_before_there_were_tool_calls():
     called = {"name": "f", "arguments": '{"a": 1}'}
-    message = {"role": "assistant", "content": None, "function_call": called}
-    assert parsed(messages=[message]).messages == [
-        {"role": "assistant", "content": "", "tool_calls": [ONE]}
-    ]
+    message = assistant(None, function_call=called)
+    assert parsed(messages=[message]).messages == [assistant("", tool_calls=[ONE])]
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -178,7 +178,7 @@ def test_arguments_that_stay_a_text_are_noted_by_function(flat):
     calls = functions if flat else [{"function": function} for function in functions]
     line = {"messages": [USER, {"role": "assistant", "tool_calls": calls}]}
     notes = Counter()
-    parse_line(json.dumps(line).encode(), None, notes)
+    samples_of(line, None, notes)
     assert notes == {("text_argument", "f"): 2, ("text_argument", "h"): 1}
 
 
@@ -190,7 +190,7 @@ def test_null_arguments_that_are_left_out_are_noted():
     ]
     line = {"messages": [USER, {"role": "assistant", "tool_calls": calls}]}
     notes = Counter()
-    [talk] = parse_line(json.dumps(line).encode(), None, notes)
+    [talk] = samples_of(line, None, notes)
     made = [call["function"]["arguments"] for call in talk.messages[1]["tool_calls"]]
     assert made == [{"b": 1}, {"a": None}]
     assert notes == {("null_argument", "a"): 1}

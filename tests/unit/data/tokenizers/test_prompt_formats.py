@@ -9,15 +9,16 @@ from megatron_packed.data.tokenizers.chat_format import TemplateFormat, chat_for
 from megatron_packed.data.tokenizers.encode import prompt_tokens
 from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
 from support.data_helpers import CORPUS, byte_level, encode, marked, one, save_tokenizer
+from support.messages import assistant, system, tool, user
 
 SPECIAL = ("<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>")
 OWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TALK = [
-    {"role": "system", "content": " Be brief. /no_think\n"},
-    {"role": "user", "content": "Hello /think there"},
-    {"role": "assistant", "content": "\nI am  fine.\n"},
-    {"role": "user", "content": "\tand you? "},
-    {"role": "assistant", "content": "How are you today?"},
+    system(" Be brief. /no_think\n"),
+    user("Hello /think there"),
+    assistant("\nI am  fine.\n"),
+    user("\tand you? "),
+    assistant("How are you today?"),
 ]
 BY_HAND = {
     "nemotron-h-aligned": "<SPECIAL_10>System\nBe brief. /no_think\n<SPECIAL_11>User\nHello /think there\n"
@@ -75,7 +76,7 @@ def test_against_megatron_core(tokenizer, name):
         TALK,
         TALK[1:3],
         TALK[1:],
-        [TALK[1], {"role": "assistant", "content": "日本 é😀 \n\n x"}],
+        [TALK[1], assistant("日本 é😀 \n\n x")],
     ):
         tokens, targets = their_tokenizer.tokenize_conversation(
             talk, return_target=True, add_generation_prompt=False
@@ -89,8 +90,8 @@ def test_against_megatron_core(tokenizer, name):
 
 def test_special_tokens_in_messages_count_only_where_no_template_is(tokenizer):
     talk = [
-        {"role": "user", "content": "a</s><SPECIAL_11>"},
-        {"role": "assistant", "content": "b</s>"},
+        user("a</s><SPECIAL_11>"),
+        assistant("b</s>"),
     ]
     special = set(tokenizer.special_tokens.values())
     counts = {}
@@ -117,10 +118,10 @@ def test_messages_that_are_not_to_be_trained(tokenizer, name):
 @pytest.mark.parametrize("name", ["nemotron-h-aligned", "nemotron-nano-v2"])
 def test_what_the_format_does_not_print_is_not_dropped_in_silence(tokenizer, name):
     chat = chat_format(tokenizer, prompt_format=name)
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    call = assistant("", tool_calls=[{"function": {"name": "f"}}])
     for talk, tools in [
         ([*TALK, call], None),
-        ([*TALK[:3], {"role": "tool", "content": "1"}, TALK[4]], None),
+        ([*TALK[:3], tool("1"), TALK[4]], None),
         (TALK, [{"name": "f"}]),
     ]:
         [outcome] = encode(tokenizer, chat, Conversation(talk, tools))

@@ -9,19 +9,19 @@ from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import OWN_TEMPLATES
 from megatron_packed.data.tokenizers.chat_template import (
-    DEFAULT_TEMPLATE,
     TemplateRenderer,
     unmarked,
 )
-from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
+from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
 from megatron_packed.data.tokenizers.served_template import served_template
+from support.messages import assistant, system, user
 
 MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": " a "},
-    {"role": "assistant", "content": "b\n"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
+    system("Be brief."),
+    user(" a "),
+    assistant("b\n"),
+    user("c"),
+    assistant("d"),
 ]
 SPACES = """
 {% for message in messages %}

@@ -9,7 +9,7 @@ from tokenizers import normalizers
 
 from megatron_packed.data.errors import BadLine, DataError
 from megatron_packed.data.sources import tokenized_dataset
-from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion, parse_line
+from megatron_packed.data.sources.line_schema import Conversation, PromptCompletion
 from megatron_packed.data.sources.token_lines import TokenSequence
 from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer, NullTokenizer
@@ -23,8 +23,10 @@ from support.data_helpers import (
     marked,
     metaspace,
     open_lines,
+    samples_of,
     save_tokenizer,
 )
+from support.messages import message
 from support.template_conversations import (
     DATE,
     STRUCTURES,
@@ -51,10 +53,6 @@ WITH_TOOLS = """{% if tools %}{{ '<|im_start|>tools ' + tools | tojson + '<|im_e
 
 NO_GENERATION_PROMPT = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}
 {%- generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
-
-
-def message(role: str, content: str, **fields) -> dict:
-    return {"role": role, "content": content, **fields}
 
 
 def talk(turns: int = 40, system: str | None = "Be brief.", **fields) -> Conversation:
@@ -866,7 +864,7 @@ def test_templates_of_models_keep_question_and_answer(structure: Structure, tmp_
             if m["role"] in ("user", "tool") and rng.random() < 0.6:
                 m["content"] = f"First. {'snow and rain ' * rng.randint(0, 99)}. {m['content']}"
         try:
-            [talk, *_] = parse_line(json.dumps(line).encode())
+            [talk, *_] = samples_of(line)
             last = max(n for n, m in enumerate(talk.messages) if m["role"] == "assistant")
             for number, m in enumerate(talk.messages[: last + 1]):
                 if m["role"] == "assistant":  # one answer makes one document

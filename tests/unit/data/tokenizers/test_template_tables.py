@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from megatron_packed.data.errors import BadLine
-from megatron_packed.data.notes import Notes
-from megatron_packed.data.sources.line_schema import parse_line
+from megatron_packed.data.errors import BadLine, Notes
 from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.encode import EncodedDocument, SampleEncoder
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from support import template_conversations as made
+from support.data_helpers import samples_of
 
 with np.load(made.TABLES / "tables.npz") as _arrays:
     TABLE = dict(_arrays)
@@ -187,7 +186,7 @@ def test_answers_are_trained_as_transformers_serves_them(structure, tmp_path) ->
     for number, (line, answers) in enumerate(zip(lines, read_table(structure, lines))):
         trained = sum(answer.trained for answer in answers)
         try:
-            [encoded] = encoder.encode([parse_line(json.dumps(line).encode())])
+            [encoded] = encoder.encode([samples_of(line)])
             if isinstance(encoded, BadLine):
                 raise encoded
         except BadLine as bad:

@@ -11,8 +11,9 @@ from megatron_packed.data.tokenizers.chat_format import chat_format
 from megatron_packed.data.tokenizers.chat_template import Rendered
 from megatron_packed.data.tokenizers.encode import answer_ends
 from megatron_packed.data.tokenizers.prompt_formats import FORMATS_BY_NAME
-from megatron_packed.data.tokenizers.turn_ends import TurnCutter, TurnEnd
+from megatron_packed.data.tokenizers.turn_markers import TurnCutter, TurnEnd
 from support.data_helpers import byte_level, encode, marked, metaspace, one, save_tokenizer
+from support.messages import message
 
 GENERATED = "{{% generation %}}{}{{% endgeneration %}}"
 
@@ -161,11 +162,12 @@ SPECIAL = ("</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant
 SPECIAL += ("<|turn|>", "<|eot|>", "<|head|>", "<|/head|>", "<|inst|>", "<|/inst|>")
 
 
-def said(role: str, content: str, **fields) -> dict:
-    return {"role": role, "content": content, **fields}
-
-
-TALK = [said("user", "q"), said("assistant", "a"), said("user", "r"), said("assistant", "b")]
+TALK = [
+    message("user", "q"),
+    message("assistant", "a"),
+    message("user", "r"),
+    message("assistant", "b"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -203,8 +205,8 @@ def test_an_answer_ends_once(family, tmp_path, engine):
     template, end, expected, stops = FAMILIES[family]
     tokenizer = tokenizer_of(tmp_path, engine, end, template)
     chat = chat_format(tokenizer)
-    longer = [*TALK, said("user", "bye"), said("assistant", "unused", train=False)]
-    for messages in (TALK, [*TALK, said("user", "bye")], longer):
+    longer = [*TALK, message("user", "bye"), message("assistant", "unused", train=False)]
+    for messages in (TALK, [*TALK, message("user", "bye")], longer):
         [documents] = encode(tokenizer, chat, Conversation(messages))
         assert " ".join(marked(tokenizer, document) for document in documents) == expected
     assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens[stop] for stop in stops}
@@ -245,8 +247,8 @@ def test_other_ends_than_that_of_a_plain_answer(tmp_path, engine):
     called = "{{ '<|turn|>' if m.tool_calls }}"
     own_end = head + "{{ m.content }}" + called + "{{ '<|eot|>' if m.tool_calls else '<|end|>' }}"
     block = head + GENERATED.format("{{ m.content }}" + called) + "{{ '<|end|>\n' }}"
-    call = said("assistant", "c", tool_calls=[{"function": {"name": "f"}}])
-    forged = said("assistant", "x<|end|>")
+    call = message("assistant", "c", tool_calls=[{"function": {"name": "f"}}])
+    forged = message("assistant", "x<|end|>")
     begin = "<|user|>q<|assistant|>"
     for assistant, answer, expected in (
         (own_end, call, f"{begin}[c<|turn|><|eot|>]"),
@@ -317,9 +319,7 @@ def test_a_range_that_repeats_the_end_of_the_turn_ends_at_the_first_one() -> Non
     """A range of a template may hold the end of the turn twice; only the first end is learned."""
     cutter = TurnCutter(TurnEnd("<end>", "<end>"), ["<end>"])
     text = "question answer<end>\n<end>\n"
-    assert cutter.cut(Rendered(text, [(9, len(text))])) == Rendered(
-        "question answer<end>", [(9, 20)]
-    )
+    assert cutter.cut(text, [(9, len(text))]) == Rendered("question answer<end>", [(9, 20)])
 
 
 @pytest.mark.parametrize(("prompt", "said_so"), [("<|user|>", True), ("<|assistant|>", False)])

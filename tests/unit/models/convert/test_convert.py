@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import shlex
 import shutil
 import weakref
 from dataclasses import replace
@@ -18,7 +17,7 @@ from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import load_checkpoint
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.checkpoint.tensor_shard import TensorShard, whole_tensors
-from megatron_packed.cli.convert import FAMILIES as OFFERED
+from megatron_packed.cli.convert import FAMILY_NAMES as OFFERED
 from megatron_packed.cli.main import main
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.convert import import_huggingface
@@ -31,7 +30,8 @@ from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.convert.trained_config import obstacles
 from megatron_packed.models.convert.weight_rows import weights_of
 from support.converted_model import FAMILIES as SMALL
-from support.converted_model import FIELDS, write_model
+from support.converted_model import FIELDS, from_hf, to_hf, write_model
+from support.json_lines import read_json
 
 
 def contents(directory):
@@ -72,17 +72,17 @@ def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, changes, tmp_
     assert ("lm_head.weight" in written) is not tied and len(list(hf.glob("*.safetensors"))) >= 3
     (hf / "tokenizer.json").write_text("{}")
     (hf / "code.py").write_text("raise SystemExit")
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours), *["--bf16"] * bf16]) == 0
+    assert from_hf(hf, ours, *["--bf16"] * bf16) == 0
     assert "rounded" not in capsys.readouterr().out
 
     (tmp_path / "data.jsonl").write_text("{}")
     data = f"--data-path {tmp_path / 'data.jsonl'} --seq-length 32 --train-iters 1 --lr 1e-3"
     config = parse([f"@{ours / 'model.args'}", *data.split()])
-    assert config.model == model_of(json.loads((hf / "config.json").read_text()), hf)[1]
+    assert config.model == model_of(read_json(hf / "config.json"), hf)[1]
     assert config.training.bf16 is bf16 and config.data.tokenizer_model == str(hf)
 
-    argv = ["--to-hf", str(back), "--load", str(ours), "--hf-config", str(hf / "config.json")]
-    assert main(["convert", *argv]) == 0 and "rounded" not in capsys.readouterr().out
+    assert to_hf(back, ours, "--hf-config", hf / "config.json") == 0
+    assert "rounded" not in capsys.readouterr().out
     assert_same(contents(back), written)
     assert sorted(os.listdir(back)) == ["config.json", SINGLE, "tokenizer.json"]
     assert (back / "config.json").read_bytes() == (hf / "config.json").read_bytes()
@@ -91,14 +91,12 @@ def test_there_and_back_is_the_same_to_the_bit(family, bf16, tied, changes, tmp_
 def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_path):
     written = write_model(tmp_path / "hf", bf16=True)
     # Without --bf16 the checkpoint is in float32.
-    assert (
-        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 0
-    )
+    assert from_hf(tmp_path / "hf", tmp_path / "ours") == 0
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     to_huggingface(
         tmp_path / "ours", tmp_path / "back", tmp_path / "config.json", max_file_bytes=30_000
     )
-    index = json.loads((tmp_path / "back" / INDEX).read_text())
+    index = read_json(tmp_path / "back" / INDEX)
     assert len(set(index["weight_map"].values())) > 3
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in written.values())
     assert_same(
@@ -108,19 +106,7 @@ def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_pa
 
 def test_rounding_is_reported(tmp_path, capsys):
     write_model(tmp_path / "hf")
-    assert (
-        main(
-            [
-                "convert",
-                "--from-hf",
-                str(tmp_path / "hf"),
-                "--save",
-                str(tmp_path / "ours"),
-                "--bf16",
-            ]
-        )
-        == 0
-    )
+    assert from_hf(tmp_path / "hf", tmp_path / "ours", "--bf16") == 0
     assert "tensors were rounded to bf16, for example embedding.weight" in capsys.readouterr().out
 
 
@@ -244,9 +230,7 @@ def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
     value, sentence = REFUSED[key]
     write_model(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**FIELDS, key: value}))
-    assert (
-        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
-    )
+    assert from_hf(tmp_path / "hf", tmp_path / "ours") == 4
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
@@ -270,10 +254,8 @@ def test_groups_that_are_chosen_by_other_sums_are_refused():
 def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys):
     write_model(tmp_path / "hf", "llama")
     config = tmp_path / "hf" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "head_dim": 2 * 10**9}))
-    assert (
-        main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]) == 4
-    )
+    config.write_text(json.dumps({**read_json(config), "head_dim": 2 * 10**9}))
+    assert from_hf(tmp_path / "hf", tmp_path / "ours") == 4
     assert "shape" in capsys.readouterr().err
 
 
@@ -299,7 +281,7 @@ def test_all_problems_are_reported_and_keys_can_be_ignored():
 
 
 def edit_index(hf, name, file):
-    index = json.loads((hf / INDEX).read_text())
+    index = read_json(hf / INDEX)
     index["weight_map"][name] = file
     (hf / INDEX).write_text(json.dumps(index))
 
@@ -372,7 +354,7 @@ def test_files_that_do_not_hold_the_model_are_refused(damage, tmp_path, capsys):
     assert len(list(hf.glob("*.safetensors"))) == 8
     spoil, sentence = DAMAGE[damage]
     spoil(hf)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4
+    assert from_hf(hf, ours) == 4
     assert sentence in capsys.readouterr().err and not list(ours.glob("step*"))
 
 
@@ -417,15 +399,14 @@ def test_links_as_in_the_cache_of_the_hub_are_followed(tmp_path):
 def test_what_an_export_refuses(tmp_path, capsys):
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     # The directory contains a checkpoint now.
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 4
+    assert from_hf(hf, ours) == 4
     assert "already contains checkpoints" in capsys.readouterr().err
 
     def export(**changes):
         (tmp_path / "config.json").write_text(json.dumps({**FIELDS, **changes}))
-        command = f"convert --to-hf {tmp_path / 'back'} --load {ours} --hf-config {tmp_path / 'config.json'}"
-        code = main(shlex.split(command))
+        code = to_hf(tmp_path / "back", ours, "--hf-config", tmp_path / "config.json")
         return code, capsys.readouterr().err
 
     code, said = export(routed_scaling_factor=1.0)
@@ -465,14 +446,11 @@ def test_a_directory_that_cannot_be_written_is_reported_as_typed(tmp_path, capsy
     """Errors name the directory that the user gave, not the temporary directory."""
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     (tmp_path / "file").touch()
 
     def export(to):
-        config = hf / "config.json"
-        code = main(
-            ["convert", "--to-hf", str(to), "--load", str(ours), "--hf-config", str(config)]
-        )
+        code = to_hf(to, ours, "--hf-config", hf / "config.json")
         return code, capsys.readouterr().err
 
     def refusing(error, *file):
@@ -516,19 +494,18 @@ def test_of_two_conversions_at_the_same_time_into_one_directory_one_writes(
 ):
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
-    convert = ["convert", "--from-hf", str(hf), "--save", str(ours)]
 
     def meanwhile(name, opened):
         """Start a second conversion in the middle of the first."""
 
         def with_another(*args, **kwargs):
             monkeypatch.undo()
-            codes.append(main([*convert, "--bf16"]))
+            codes.append(from_hf(hf, ours, "--bf16"))
             return opened(*args, **kwargs)
 
         codes = []
         monkeypatch.setattr(import_huggingface, name, with_another)
-        return [main(convert), *codes]
+        return [from_hf(hf, ours), *codes]
 
     # The first conversion has read the model; it then finds the checkpoint of the second.
     assert meanwhile("open_model", open_model) == [4, 0]
@@ -569,25 +546,17 @@ def test_tensors_outside_the_text_model_are_passed_over_and_copied(tmp_path, cap
     family = replace(FAMILIES["llama"], set_aside=("model.visual.", "mtp."))
     monkeypatch.setitem(FAMILIES, "llama", family)
     write_model(hf, "llama")
-    assert main(["convert", "--from-hf", str(hf), "--save", str(tmp_path / "plain")]) == 0
+    assert from_hf(hf, tmp_path / "plain") == 0
     assert "Passed over" not in capsys.readouterr().out
     more = {name: torch.randn(3, 2, 5, 4, 4) for name in ("model.visual.a", "model.visual.b.c")}
     more["mtp.fc.weight"] = torch.randn(4).bfloat16()
     rewrite(hf, lambda tensors: tensors.update(more))
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     counted = "2 tensors model.visual.*, 1 tensors mtp.*"
     assert f"not part of the text model: {counted}." in capsys.readouterr().out
 
     def export(name, *original):
-        argv = [
-            "convert",
-            "--to-hf",
-            str(tmp_path / name),
-            "--load",
-            str(ours),
-            *map(str, original),
-        ]
-        assert main(argv) == 0
+        assert to_hf(tmp_path / name, ours, *original) == 0
         return contents(tmp_path / name), capsys.readouterr().out
 
     found, said = export("copied", "--hf-base", hf)
@@ -605,11 +574,10 @@ def test_tensors_outside_the_text_model_are_passed_over_and_copied(tmp_path, cap
 def test_a_directory_without_weights_is_no_original(tmp_path, capsys):
     hf, ours = tmp_path / "hf", tmp_path / "ours"
     write_model(hf)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     for path in hf.glob("*.safetensors*"):
         path.unlink()
-    argv = ["--to-hf", str(tmp_path / "back"), "--load", str(ours), "--hf-base", str(hf)]
-    assert main(["convert", *argv]) == 4
+    assert to_hf(tmp_path / "back", ours, "--hf-base", hf) == 4
     assert "no weights" in capsys.readouterr().err and not (tmp_path / "back").exists()
 
 
@@ -658,11 +626,10 @@ def test_experts_in_one_tensor_and_the_prefix_of_vision_files_are_read(tmp_path)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert torch.equal(weight.join(first.read), others[name].join(second.read)), name
-    assert main(["convert", "--from-hf", str(packed), "--save", str(ours)]) == 0
+    assert from_hf(packed, ours) == 0
     for original in (hf, packed):
         back = tmp_path / f"back_{original.name}"
-        argv = ["--to-hf", str(back), "--load", str(ours), "--hf-base", str(original)]
-        assert main(["convert", *argv]) == 0
+        assert to_hf(back, ours, "--hf-base", original) == 0
         assert_same(contents(back), contents(original))
 
 
@@ -671,7 +638,6 @@ def test_a_link_under_the_name_of_the_flags_is_not_followed(tmp_path, capsys):
     (tmp_path / "ours").mkdir()
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "ours" / "model.args").symlink_to(tmp_path / "victim")
-    argv = ["--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "ours")]
-    assert main(["convert", *argv]) == 0, capsys.readouterr().err
+    assert from_hf(tmp_path / "hf", tmp_path / "ours") == 0, capsys.readouterr().err
     assert (tmp_path / "victim").read_text() == "precious"
     assert "--hidden-size" in (tmp_path / "ours" / "model.args").read_text()

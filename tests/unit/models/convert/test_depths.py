@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.manifest import read_manifest
-from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
-from support.converted_model import FAMILIES, write_model
+from support.converted_model import FAMILIES, from_hf, imported, to_hf, write_model
 
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_latent_size": 12}
 NEMOTRON = {
@@ -93,17 +91,9 @@ CASES = {
 }
 
 
-def imported(path: Path):
-    manifest = read_manifest(path)
-    return {
-        name.removeprefix("model/"): read_tensor(path, name, manifest) for name in manifest.tensors
-    }
-
-
 def converted(folder, *more):
     """Import ``folder/hf``, and return the exit code."""
-    words = ["convert", "--from-hf", str(folder / "hf"), "--save", str(folder / "ours"), *more]
-    return main(words)
+    return from_hf(folder / "hf", folder / "ours", *more)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -120,14 +110,14 @@ def test_each_key_is_in_the_table_and_comes_back_to_the_bit(family, tmp_path, ca
         if part.name.startswith("mtp.")
     }
     assert found == wanted and wanted.keys() == {key for key in tensors if key.startswith("mtp.")}
-    assert converted(tmp_path, "--mtp-depths", str(depths)) == 0
+    assert converted(tmp_path, "--mtp-depths", depths) == 0
     assert f"--hybrid-layer-pattern '{model.hybrid_layer_pattern}'" in capsys.readouterr().out
     ours = imported(tmp_path / "ours" / "step_00000000")
     whole = {name for name in wanted.values() if list(wanted.values()).count(name) == 1}
     for key, name in wanted.items():
         assert name not in whole or torch.equal(ours[name], tensors[key]), key
-    words = ["convert", "--to-hf", str(tmp_path / "back"), "--load", str(tmp_path / "ours")]
-    assert main([*words, "--hf-config", str(tmp_path / "hf" / "config.json")]) == 0
+    config = tmp_path / "hf" / "config.json"
+    assert to_hf(tmp_path / "back", tmp_path / "ours", "--hf-config", config) == 0
     back = ModelFiles(tmp_path / "back")
     assert back.shapes.keys() == tensors.keys()
     assert all(torch.equal(back.read(name), tensor) for name, tensor in tensors.items())
@@ -142,8 +132,7 @@ def test_without_the_option_the_tensors_are_passed_over(family, tmp_path, capsys
     assert f"Passed over, because they are not part of the text model: {len(table(1))}" in said
     assert "--mtp-depths N converts multi-token prediction" in said
     assert not any(n.startswith("mtp.") for n in imported(tmp_path / "ours" / "step_00000000"))
-    words = ["convert", "--to-hf", str(tmp_path / "back"), "--load", str(tmp_path / "ours")]
-    assert main([*words, "--hf-base", str(tmp_path / "hf")]) == 0
+    assert to_hf(tmp_path / "back", tmp_path / "ours", "--hf-base", tmp_path / "hf") == 0
     assert ModelFiles(tmp_path / "back").shapes.keys() == tensors.keys()
 
 
@@ -158,8 +147,8 @@ def test_several_depths_share_the_layers_of_files_with_one(family, tmp_path):
     assert "/*E/*E/*E'" in flags and "--mtp-use-repeated-layer" in flags
     # Nemotron 3 weights this loss by 0.3 if config.json does not tell.
     assert ("--mtp-loss-scaling-factor 0.3" in flags) == (family == "nemotron_h")
-    words = ["convert", "--to-hf", str(tmp_path / "back"), "--load", str(tmp_path / "ours")]
-    assert main([*words, "--hf-config", str(tmp_path / "hf" / "config.json")]) == 0
+    config = tmp_path / "hf" / "config.json"
+    assert to_hf(tmp_path / "back", tmp_path / "ours", "--hf-config", config) == 0
     assert ModelFiles(tmp_path / "back").shapes.keys() == tensors.keys()
 
 

@@ -574,12 +574,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_family_refuses(case, values):
-    name, changes, sentence = REFUSED[case]
+def refusal(fields: dict[str, Any]) -> str:
+    """Return the error of a config.json that is refused."""
     with pytest.raises(CheckpointError) as error:
-        values({**READ[name][0], **changes})
-    assert sentence in str(error.value)
+        model_of(fields, Path("config.json"))
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("values")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_family_refuses(case):
+    name, changes, sentence = REFUSED[case]
+    assert sentence in refusal({**READ[name][0], **changes})
 
 
 WRONG = (None, "false", "4", True, 2.5, [], [None], [["a"]], {}, {"a": 1}, 10**30, 1e308)
@@ -601,9 +607,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_its_key(name):
             changed = {**text, key: value}
             if text is not fields:
                 changed = {**fields, "text_config": changed}
-            with pytest.raises(CheckpointError) as error:
-                model_of(changed, Path("config.json"))
-            assert f"{key} is " in str(error.value), (key, value)
+            assert f"{key} is " in refusal(changed), (key, value)
 
 
 TRUTHS = {
@@ -688,16 +692,12 @@ TRUTHS = {
 @pytest.mark.parametrize("case", TRUTHS)
 def test_nulls_and_truth_are_no_defaults(case):
     name, changes, sentence = TRUTHS[case]
-    with pytest.raises(CheckpointError) as error:
-        model_of({**READ[name][0], **changes}, Path("config.json"))
-    assert sentence in str(error.value)
+    assert sentence in refusal({**READ[name][0], **changes})
 
 
 def test_two_problems_of_sizes_are_one_line():
     fields = {**READ["Granite 4.0-H"][0], "rms_norm_eps": 0}
-    with pytest.raises(CheckpointError) as error:
-        model_of(fields, Path("config.json"))
-    said = str(error.value)
+    said = refusal(fields)
     assert said.startswith("config.json: invalid sizes (rms_norm_eps): --norm-epsilon 0.0: ")
     assert "; --mamba-norm-epsilon 0.0: " in said and "\n" not in said
 
@@ -788,9 +788,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_keys_that_contradict_each_other_are_refused(case):
     name, changes, sentence = CONTRADICTIONS[case]
-    with pytest.raises(CheckpointError) as error:
-        model_of({**READ[name][0], **changes}, Path("config.json"))
-    assert sentence in str(error.value)
+    assert sentence in refusal({**READ[name][0], **changes})
 
 
 NEMOTRON_H = {
@@ -831,9 +829,7 @@ NEMOTRON_H = {
 @pytest.mark.parametrize("case", NEMOTRON_H)
 def test_what_nemotron_h_refuses(case):
     changes, sentence = NEMOTRON_H[case]
-    with pytest.raises(CheckpointError) as error:
-        model_of(changed(NEMOTRON, changes), Path("config.json"))
-    assert sentence in str(error.value)
+    assert sentence in refusal(changed(NEMOTRON, changes))
 
 
 def test_other_names_and_limits_of_nemotron_h_that_change_nothing():

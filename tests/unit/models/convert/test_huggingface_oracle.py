@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 
 transformers = pytest.importorskip("transformers")
+from support.converted_model import from_hf, to_hf  # noqa: E402
 from support.huggingface_models import FAMILIES, computes_wrong_groups, filled  # noqa: E402
 
 TOLERANCE, RELATIVE = 1e-4, 1e-5
@@ -73,9 +73,8 @@ def test_documents_of_a_pack_have_their_logits(family, number, tmp_path, capsys)
         pytest.skip("this version of transformers computes wrong logits of several groups")
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
     compare(theirs, converted(theirs, hf))
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
-    argv = ["convert", "--to-hf", str(back), "--load", str(ours), "--hf-base", str(hf)]
-    assert main(argv) == 0 and "rounded" not in capsys.readouterr().out
+    assert from_hf(hf, ours) == 0
+    assert to_hf(back, ours, "--hf-base", hf) == 0 and "rounded" not in capsys.readouterr().out
     expected, found = ModelFiles(hf), ModelFiles(back)
     assert expected.places.keys() == found.places.keys()
     for name in expected.places:

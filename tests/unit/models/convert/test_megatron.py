@@ -16,9 +16,6 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.manifest import read_manifest
-from megatron_packed.checkpoint.read_tensors import read_tensor
-from megatron_packed.cli.main import main
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.tokenizers.limited_process import Limits
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
@@ -28,7 +25,8 @@ from megatron_packed.models.convert.megatron.import_megatron import from_megatro
 from megatron_packed.models.convert.megatron.pickle_process import OBJECTS, PickleProcess
 from megatron_packed.models.convert.megatron.restricted_pickle import RefusedPickle, load
 from support import megatron_checkpoint as theirs
-from support.damaged_megatron import HOSTILE, damaged_copies, make_hostile, one_reader
+from support.converted_model import convert, imported
+from support.damaged_megatron import HOSTILE, damaged_copies, make_hostile
 
 MAMBA = "decoder.layers.0.mixer."
 MOE = "decoder.layers.3.mlp."
@@ -44,12 +42,6 @@ MODEL = {
 pytestmark = pytest.mark.usefixtures("reader")
 
 
-@pytest.fixture(scope="module", name="reader")
-def _reader():
-    with one_reader():
-        yield
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     """Return a checkpoint with an optimizer, which is not changed."""
@@ -59,12 +51,12 @@ def written(tmp_path_factory) -> Path:
     return folder
 
 
-def imported(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint of ours."""
-    manifest = read_manifest(path)
-    return {
-        name.removeprefix("model/"): read_tensor(path, name, manifest) for name in manifest.tensors
-    }
+def refusal(folder: Path, **options: bool) -> str:
+    """Check that ``folder/c`` is refused and nothing is written; return the sentence."""
+    with pytest.raises(CheckpointError) as raised:
+        from_megatron(folder / "c", folder / "ours", **options)
+    assert not list(folder.glob("ours/step_*"))
+    return str(raised.value)
 
 
 def expected(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,15 +106,15 @@ def test_weights_of_any_cut_are_equal_to_the_bit(parts, common_file, tmp_path):
 def test_bf16_weights_stay_bf16_and_float32_weights_are_reported(tmp_path, capsys):
     found = theirs.tensors(torch.bfloat16)
     theirs.write(tmp_path / "c", found)
-    words = ["convert", "--from-megatron", str(tmp_path / "c"), "--bf16", "--save"]
-    assert main([*words, str(tmp_path / "ours")]) == 0
+    words = ["--bf16", "--from-megatron", tmp_path / "c", "--save", tmp_path / "ours"]
+    assert convert(*words) == 0
     ours = imported(tmp_path / "ours" / "step_00000000")
     assert torch.equal(ours["output.weight"], found["output_layer.weight"])
     assert ours["layers.0.mixer.A_log"].dtype == torch.float32
     assert "rounded" not in capsys.readouterr().out
-    theirs.write(tmp_path / "wide", theirs.tensors())
-    words[2] = str(tmp_path / "wide")
-    assert main([*words, str(tmp_path / "narrow")]) == 0
+    theirs.write(tmp_path / "wide")
+    words = ["--bf16", "--from-megatron", tmp_path / "wide", "--save", tmp_path / "narrow"]
+    assert convert(*words) == 0
     assert "tensors were rounded to bf16" in capsys.readouterr().out
 
 
@@ -179,12 +171,12 @@ def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
 
 def test_folders_of_megatron_nemo_and_bridge_are_found(tmp_path):
     for number in (5, 20):
-        theirs.write(tmp_path / "run" / f"iter_{number:07d}", theirs.tensors())
+        theirs.write(tmp_path / "run" / f"iter_{number:07d}")
     assert find(tmp_path / "run").name == "iter_0000020"
     assert find(tmp_path / "run", 5).name == "iter_0000005"
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
     assert find(tmp_path / "run").name == "iter_0000005"
-    theirs.write(tmp_path / "nemo" / "weights", theirs.tensors(), None)
+    theirs.write(tmp_path / "nemo" / "weights", args=None)
     assert find(tmp_path / "nemo").name == "weights"
     with pytest.raises(CheckpointError, match="iter_0000009: is missing"):
         find(tmp_path / "run", 9)
@@ -194,14 +186,14 @@ def test_a_checkpoint_without_options_needs_the_flags_of_its_model(tmp_path, cap
     """Names of NeMo begin with ``module.``."""
     found = {f"module.{name}": tensor for name, tensor in theirs.tensors().items()}
     theirs.write(tmp_path / "nemo" / "weights", found, None)
-    theirs.write(tmp_path / "c", theirs.tensors())
-    words = ["convert", "--from-megatron", str(tmp_path / "nemo"), "--save", str(tmp_path / "ours")]
-    assert main(words) == 4
+    theirs.write(tmp_path / "c")
+    words = ["--from-megatron", tmp_path / "nemo", "--save", tmp_path / "ours"]
+    assert convert(*words) == 4
     assert "has no options of Megatron (args); give the flags" in capsys.readouterr().err
     done = from_megatron(tmp_path / "c", tmp_path / "first")
     flags = tmp_path / "model.args"
     flags.write_text(done.flags)
-    assert main([*words, f"@{flags}"]) == 0
+    assert convert(*words, f"@{flags}") == 0
     ours, first = imported(tmp_path / "ours" / "step_00000000"), imported(done.saved.path)
     assert all(torch.equal(ours[name], first[name]) for name in first)
 
@@ -229,8 +221,7 @@ def test_a_checkpoint_without_options_needs_the_flags_of_its_model(tmp_path, cap
 )
 def test_models_that_are_not_built_are_refused_by_name(change, sentence, tmp_path, capsys):
     theirs.write(tmp_path / "c", theirs.tensors(), {**theirs.ARGS, **change})
-    words = ["convert", "--from-megatron", str(tmp_path / "c"), "--save", str(tmp_path / "ours")]
-    assert main(words) == 4
+    assert convert("--from-megatron", tmp_path / "c", "--save", tmp_path / "ours") == 4
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
@@ -251,11 +242,9 @@ def _set(name: str, text: str):
     ],
 )
 def test_other_formats_are_refused_with_what_to_do(change, sentence, tmp_path):
-    theirs.write(tmp_path / "c", theirs.tensors())
+    theirs.write(tmp_path / "c")
     change(tmp_path / "c")
-    with pytest.raises(CheckpointError) as raised:
-        from_megatron(tmp_path / "c", tmp_path / "ours")
-    assert sentence in str(raised.value) and not (tmp_path / "ours").exists()
+    assert sentence in refusal(tmp_path) and not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -263,11 +252,9 @@ def test_other_formats_are_refused_with_what_to_do(change, sentence, tmp_path):
 def test_a_pickle_that_calls_something_is_refused_and_not_run(name, place, written, tmp_path):
     shutil.copytree(written, tmp_path / "c")
     make_hostile(tmp_path / "c", place, HOSTILE[name](tmp_path / "was_run"))
-    with pytest.raises(CheckpointError) as raised:
-        from_megatron(tmp_path / "c", tmp_path / "ours", bf16=True)
-    assert str(raised.value).count("\n") == 0 and "Traceback" not in str(raised.value)
+    said = refusal(tmp_path, bf16=True)
+    assert "\n" not in said and "Traceback" not in said
     assert not (tmp_path / "was_run").exists()
-    assert not list((tmp_path / "ours").glob("step_*"))
 
 
 def test_a_file_that_grows_without_bound_is_refused():
@@ -298,31 +285,24 @@ def test_a_file_that_grows_without_bound_is_refused():
     ],
 )
 def test_places_outside_of_the_files_are_refused(field, value, tmp_path):
-    theirs.write(tmp_path / "c", theirs.tensors())
-    path = tmp_path / "c" / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    setattr(next(iter(metadata.storage_data.values())), field, value)
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError):
-        from_megatron(tmp_path / "c", tmp_path / "ours")
-    assert not list((tmp_path / "ours").glob("step_*"))
+    theirs.write(tmp_path / "c")
+    with theirs.changed_metadata(tmp_path / "c") as metadata:
+        setattr(next(iter(metadata.storage_data.values())), field, value)
+    refusal(tmp_path)
 
 
 def test_parts_that_overlap_or_leave_a_hole_are_refused(tmp_path):
     theirs.write(tmp_path / "c", theirs.tensors(), parts=2)
-    path = tmp_path / "c" / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
     name = "output_layer.weight"
-    chunk = metadata.state_dict_metadata[name].chunks[1]
-    chunk.offsets = torch.Size([63, 0])
-    ((index, place),) = [
-        (i, p) for i, p in metadata.storage_data.items() if i.fqn == name and i.offset[0] == 64
-    ]
-    del metadata.storage_data[index]
-    metadata.storage_data[type(index)(name, torch.Size([63, 0]))] = place
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="do not cover its shape"):
-        from_megatron(tmp_path / "c", tmp_path / "ours")
+    with theirs.changed_metadata(tmp_path / "c") as metadata:
+        chunk = metadata.state_dict_metadata[name].chunks[1]
+        chunk.offsets = torch.Size([63, 0])
+        ((index, place),) = [
+            (i, p) for i, p in metadata.storage_data.items() if i.fqn == name and i.offset[0] == 64
+        ]
+        del metadata.storage_data[index]
+        metadata.storage_data[type(index)(name, torch.Size([63, 0]))] = place
+    assert "do not cover its shape" in refusal(tmp_path)
 
 
 def test_damaged_checkpoints_are_refused_or_give_the_same_state(tmp_path):
@@ -372,8 +352,8 @@ def test_weights_written_back_are_those_that_megatron_wrote(depths, tmp_path, ca
     theirs.write(tmp_path / "c", found, {**theirs.ARGS, **changes}, parts=2)
     done = from_megatron(tmp_path / "c", tmp_path / "ours")
     back = tmp_path / "back"
-    words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]
-    assert main(words) == 0 and f"--load {back} --finetune" in capsys.readouterr().out
+    words = ["--to-megatron", back, "--load", tmp_path / "ours"]
+    assert convert(*words) == 0 and f"--load {back} --finetune" in capsys.readouterr().out
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
     reader = FileSystemReader(back / "release")
     names = set(reader.read_metadata().state_dict_metadata)
@@ -382,12 +362,12 @@ def test_weights_written_back_are_those_that_megatron_wrote(depths, tmp_path, ca
     checkpoint.load(read, storage_reader=reader, no_dist=True)
     assert all(torch.equal(read[name], found[name]) for name in found)
     assert from_megatron(back, tmp_path / "again").model == done.model
-    assert main(words) == 4 and "exists; name a new directory" in capsys.readouterr().err
+    assert convert(*words) == 4 and "exists; name a new directory" in capsys.readouterr().err
 
 
 def test_the_vocabulary_without_padding_comes_back(tmp_path):
     """Megatron itself stores the padded rows only, which are all its vocabulary."""
-    theirs.write(tmp_path / "c", theirs.tensors())
+    theirs.write(tmp_path / "c")
     model = replace(from_megatron(tmp_path / "c", tmp_path / "all").model, vocab_size=100)
     from_megatron(tmp_path / "c", tmp_path / "ours", model=model)
     to_megatron(tmp_path / "ours", tmp_path / "back")
@@ -398,12 +378,11 @@ def test_the_vocabulary_without_padding_comes_back(tmp_path):
 
 
 def test_a_model_that_megatron_does_not_have_is_not_written(tmp_path, capsys):
-    theirs.write(tmp_path / "c", theirs.tensors(), None)
+    theirs.write(tmp_path / "c", args=None)
     model = from_megatron(tmp_path / "c", tmp_path / "ours", model=ModelConfig(**MODEL)).model
     assert model.residual_multiplier == 0.5 and model.vocab_size == 128
     back = tmp_path / "back"
-    words = ["convert", "--to-megatron", str(back), "--load", str(tmp_path / "ours")]
-    assert main(words) == 4 and not back.exists()
+    assert convert("--to-megatron", back, "--load", tmp_path / "ours") == 4 and not back.exists()
     assert "--residual-multiplier, which Megatron does not have" in capsys.readouterr().err
 
 
@@ -452,8 +431,7 @@ def test_what_is_no_plain_file_is_refused_at_once(change, name, written, tmp_pat
     """A pipe would wait for its writer, and a device would never end."""
     shutil.copytree(written, tmp_path / "c")
     change(tmp_path / "c" / name)
-    with pytest.raises(CheckpointError, match="is a directory, pipe or device, not a file"):
-        from_megatron(tmp_path / "c", tmp_path / "ours")
+    assert "is a directory, pipe or device, not a file" in refusal(tmp_path)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.touch()
     change(tracker)
@@ -498,9 +476,7 @@ HUGE, INFINITE = 10**400, float("inf")
 def test_options_of_any_type_and_size_are_refused_in_a_sentence(values, sentence, tmp_path):
     args = {name: value for name, value in theirs.ARGS.items() if name != "hybrid_layer_pattern"}
     theirs.write(tmp_path / "c", theirs.tensors(), {**args, **values}, common_file=True)
-    with pytest.raises(CheckpointError) as error:
-        from_megatron(tmp_path / "c", tmp_path / "ours")
-    said = str(error.value)
+    said = refusal(tmp_path)
     assert sentence in said and len(said) < 1200 and said.isprintable()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.config.parser.flag_registry import known_flags
+from megatron_packed.config.parser.command_line import known_flags
 from megatron_packed.models.convert.megatron.arguments import model_of_arguments
 from support import megatron_checkpoint as theirs
 

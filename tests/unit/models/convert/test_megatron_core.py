@@ -21,6 +21,7 @@ from megatron_packed.models.convert.megatron.import_megatron import from_megatro
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.training.from_python import train
 from support import hybrid_cases as cases
+from support.json_lines import write_texts
 
 FOLDER = Path(__file__).with_name("megatron_core")
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
@@ -61,7 +62,7 @@ def test_the_next_losses_are_those_of_megatron_core(done, tmp_path):
     data = tmp_path / "documents.jsonl"
     # The end of a document is added, and the next token of each other token is a target.
     rows = (" ".join(map(str, document[:-1])) for document in documents)
-    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    write_texts(data, rows)
     root = done.saved.path.parent
     lines = [shlex.split(line) for line in (root / "model.args").read_text().splitlines()]
     flags = {

@@ -11,12 +11,11 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.original_facts import facts_problem, read_facts
 from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.training.from_python import train
-from support.converted_model import write_model
+from support.converted_model import to_hf, write_model
 from support.data_helpers import byte_level, save_tokenizer
 
 TOKENS = ByteTokenizer.vocab_size
@@ -157,7 +156,7 @@ def test_the_length_that_a_run_names_counts(data, tmp_path, capsys):
     weights = tmp_path / "weights"
     more = ["--sft", "--pretrained-checkpoint", str(weights)]
     plain = trained(weights, tmp_path / "plain", data, *more)
-    assert main(["convert", "--to-hf", str(tmp_path / "a"), "--load", str(plain)]) == 0
+    assert to_hf(tmp_path / "a", plain) == 0
     said = "max_position_embeddings is 64, as in the original, but documents of the training may"
     assert f"{said} have 128 tokens (--max-document-length)" in capsys.readouterr().out
     more += ["--max-position-embeddings", "512"]

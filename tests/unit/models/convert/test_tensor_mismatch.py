@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles, write_files
-from support.converted_model import write_model
+from support.converted_model import from_hf, to_hf, write_model
 from support.data_helpers import metaspace, save_tokenizer
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -109,8 +108,7 @@ def test_a_refusal_has_the_cure_and_leaves_nothing(case, tmp_path, capsys):
     hf, ours = tmp_path / "hf", tmp_path / "far" / "ours"
     tensors = write_model(hf, "llama", max_file_bytes=10**9)
     spoil(hf, tensors)
-    argv = ["convert", "--from-hf", str(hf), "--save", str(ours)]
-    assert main([*argv, *["--bf16"] * ("bf16 rounds" in case)]) == 4
+    assert from_hf(hf, ours, *["--bf16"] * ("bf16 rounds" in case)) == 4
     said = capsys.readouterr().err
     assert sentence in said and not ours.parent.exists()
     for harmful in ("again", "damaged", "--ignore-key", "was published"):
@@ -124,10 +122,9 @@ def test_rotary_buffers_of_old_files_are_passed_over_and_copied_back(tmp_path, c
     }
     tensors = {**write_model(hf, "llama", max_file_bytes=10**9), **buffers}
     change(hf, tensors)
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     assert "2 tensors *.rotary_emb.inv_freq." in capsys.readouterr().out
-    argv = ["convert", "--to-hf", str(back), "--load", str(ours), "--hf-base", str(hf)]
-    assert main(argv) == 0
+    assert to_hf(back, ours, "--hf-base", hf) == 0
     files = ModelFiles(back)
     assert files.places.keys() == tensors.keys()
     assert all(torch.equal(files.read(name), tensors[name]) for name in tensors)
@@ -140,6 +137,6 @@ def test_a_conversion_says_that_the_tokenizer_is_larger_than_the_table(tmp_path,
     save_tokenizer(hf, engine)
     entries = engine.get_vocab_size()
     assert entries > 61
-    assert main(["convert", "--from-hf", str(hf), "--save", str(ours)]) == 0
+    assert from_hf(hf, ours) == 0
     said = capsys.readouterr().out
     assert f"--vocab-size 61 is less than the {entries} entries of the tokenizer" in said

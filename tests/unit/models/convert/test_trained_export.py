@@ -24,7 +24,7 @@ from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases
 from support.attached_files import remove_attached_files
-from support.converted_model import write_model
+from support.converted_model import from_hf, to_hf, write_model
 from support.data_helpers import AWKWARD, byte_level
 from support.family_models import COMMON, MAMBA, MODELS, ROPE
 
@@ -52,7 +52,7 @@ def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, caps
     trained(folder, data, MODELS[name], *more)
     family, _, how = name.partition(", ")
     given = ["--hf-family", family] if how == "given" else []
-    assert main(["convert", "--to-hf", str(hf), "--load", str(folder), *given]) == 0
+    assert to_hf(hf, folder, *given) == 0
     assert f"written as a {family} model" in capsys.readouterr().out
     run = TrainedModel.load(folder, device="cpu")
     ours, text = run.model, "What is 23?"
@@ -281,9 +281,8 @@ def test_files_with_both_tables_of_a_tied_model_are_read_and_written(tmp_path):
         assert "lm_head.weight" in ModelFiles(model).places
         if fits:
             assert "lm_head.weight" not in open_model(model, bf16=False)[1].places
-            assert main(["convert", "--from-hf", str(model), "--save", str(weights)]) == 0
-            base = ["--hf-base", str(model)]
-            assert main(["convert", "--to-hf", str(hf), "--load", str(weights), *base]) == 0
+            assert from_hf(model, weights) == 0
+            assert to_hf(hf, weights, "--hf-base", model) == 0
             written = ModelFiles(hf)
             assert written.places.keys() == both.keys()
             assert torch.equal(written.read("lm_head.weight"), table)

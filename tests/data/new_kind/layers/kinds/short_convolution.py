@@ -5,18 +5,15 @@ Letters: T tokens, B documents, C channels, I = C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_packed.config.kinds.short_convolution import KIND
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.decoding.recurrent_state import RecurrentState
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
-from megatron_packed.layers.kinds.mixer_kind import IsolationCase, MixerKind
-from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, RecurrentMixer
+from megatron_packed.layers.kinds.mixer_kind import RECURRENT_STATE, IsolationCase, MixerKind
+from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.packed.params import PackedSeqParams
 
 
@@ -44,34 +41,22 @@ class ShortConvolution(RecurrentMixer):
             norm=Gate(),
         )
 
-    def scan_heads(
-        self,
-        heads: Sequence[Tensor],
-        per_head: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        packed: PackedSeqParams,
-    ) -> Tensor:
-        (y_TC1,) = heads
+    def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
+        (y_TC1,), _, _ = inputs
         return y_TC1
 
+    def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
+        return inputs[0][0].new_empty(len(lengths), 0)
 
-class ShortConvolutionState(RecurrentState[ShortConvolution]):
-    """Last inputs of the convolution; there are no states ``(B, 0)``."""
-
-    def final_states(
-        self, heads: Sequence[Tensor], per_head: Sequence[Tensor], lengths: list[int]
-    ) -> Tensor:
-        return heads[0].new_empty(len(lengths), 0)
-
-    def next_output(self, heads: Sequence[Tensor], per_head: Sequence[Tensor]) -> Tensor:
-        return heads[0]
+    def next_output(self, state_BN: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        return inputs[0][0], state_BN
 
 
 MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: ShortConvolution(config, build),
     layer=ProjectedLayer,
-    state=ShortConvolutionState,
+    state=RECURRENT_STATE,
     fills=RECURRENT_FILLS,
     isolation=IsolationCase(
         changes=lambda config, ranks: {"short_conv_channels": 16 * ranks.heads},
