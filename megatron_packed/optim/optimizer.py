@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -156,8 +156,19 @@ class Optimizer:
         self.reset_masters()
 
     @classmethod
-    def from_config(cls, buffers: FlatBuffers, config: OptimizerConfig, **others: Any) -> Optimizer:
-        """Build an optimizer with the values of ``config``; for ``others`` see `Optimizer`."""
+    def from_config(
+        cls,
+        buffers: FlatBuffers,
+        config: OptimizerConfig,
+        *,
+        norm_group: dist.ProcessGroup | None = None,
+        copies: Mapping[BufferPart, int] | None = None,
+        counted_elsewhere: Sequence[tuple[int, int]] = (),
+        params_norm: bool = False,
+        count_zeros_of: int | None = None,
+        spikes: SpikeDetector | None = None,
+    ) -> Optimizer:
+        """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
         return cls(
             buffers,
             beta1=config.adam_beta1,
@@ -166,8 +177,13 @@ class Optimizer:
             weight_decay=config.weight_decay,
             weight_decay_changes=config.weight_decay_changes,
             clip_grad=config.clip_grad,
+            norm_group=norm_group,
+            copies=copies,
+            counted_elsewhere=counted_elsewhere,
+            params_norm=params_norm,
+            count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
-            **others,
+            spikes=spikes,
         )
 
     def _counted(

@@ -201,7 +201,15 @@ class TrainStep:
             self.finish()
         return self.metrics
 
-    def redo(self, micro_batches: Sequence[MicroBatch], lr: float, **others: Any) -> Tensor:
+    def redo(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lr: float,
+        *,
+        weight_decay: float | None = None,
+        stop_requested: bool = False,
+        checks: StepChecks = UNCHECKED,
+    ) -> Tensor:
         """Repeat the first held step with room for all experts' rows; all ranks call it together.
 
         Arguments and result are those of a step. The caller then runs the later held steps again as
@@ -209,7 +217,13 @@ class TrainStep:
         """
         self._held.zero_()
         with self.room_for_experts():
-            return self(micro_batches, lr, **others)
+            return self(
+                micro_batches,
+                lr,
+                weight_decay=weight_decay,
+                stop_requested=stop_requested,
+                checks=checks,
+            )
 
     @contextmanager
     def room_for_experts(self) -> Iterator[None]:
