@@ -4,8 +4,8 @@
 
 The parameters are matrices of 4,096 columns, once whole and once every fourth column of a tensor-parallel
 rank, which changes how the numbers of the random draws are computed. ``bytes`` is what an update must
-read and write per parameter; the share of the copy bandwidth divides it by the time and by the
-bandwidth of a copy of the same run. ``torch`` is torch's fused kernel with float32 state, and the copy
+read and write per parameter. The share of the copy bandwidth divides it by the time and by the
+bandwidth of a copy, which the same run measures. ``torch`` is torch's fused kernel with float32 state, and the copy
 of the masters to bf16 weights that follows it.
 """
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
 from megatron_packed.optim.master_remainders import join_masters, split_masters
 from megatron_packed.optim.stochastic_rounding import (
     ElementNumbers,
@@ -105,13 +105,14 @@ OP = Op(
         Backend("torch", f"{__name__}:TorchFused"),
         Backend("transformer_engine", "megatron_packed.optim.adamw_multi_tensor:TransformerEngine"),
         Backend("apex", "megatron_packed.optim.adamw_multi_tensor:Apex"),
-        Backend("triton", "megatron_packed.optim.adamw_triton:OnePass"),
-        Backend("reference", f"{__name__}:Reference", automatic=False),
+        GPUBackend("triton", "megatron_packed.optim.adamw_triton:OnePass"),
+        Backend("reference", f"{__name__}:Reference"),
     ),
 )
 """Op with ``run(slices: Sequence[Slices], control: Control) -> None``.
 
-``torch`` runs on every device, so 'auto' chooses it for a float32 state.
+``torch`` runs on every device, so 'auto' chooses it for a float32 state. A state of lower precision
+is updated by ``triton`` on a GPU and by ``reference`` on a CPU.
 """
 
 
@@ -221,9 +222,13 @@ class Reference:
     It is also the implementation of a state of lower precision on the CPU.
     """
 
+    one_pass = True
+
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:
-        return []
+        if inputs.wide or inputs.device_type != "cuda":
+            return []
+        return ["plain PyTorch needs several float32 copies of a low-precision state on the device"]
 
     @staticmethod
     @torch.no_grad()
@@ -238,15 +243,15 @@ class Reference:
 
 
 def _update(group: Slices, at: int, control: Control) -> None:
-    param, grad = group.params[at], group.grads[at].to(torch.float32)
+    param, grad = group.params[at], _at_least_float32(group.grads[at])
     exp_avg, exp_avg_sq = group.exp_avgs[at], group.exp_avg_sqs[at]
     remainder = group.remainders[at] if group.remainders else None
     master = param if remainder is None else join_masters(param, remainder)
     beta1, beta2 = control.beta1, control.beta2
     if control.grad_divisor is not None:
         grad = grad / control.grad_divisor
-    new_exp_avg = beta1 * exp_avg.float() + (1 - beta1) * grad
-    new_exp_avg_sq = beta2 * exp_avg_sq.float() + (1 - beta2) * grad.square()
+    new_exp_avg = beta1 * _at_least_float32(exp_avg) + (1 - beta1) * grad
+    new_exp_avg_sq = beta2 * _at_least_float32(exp_avg_sq) + (1 - beta2) * grad.square()
     correction1, correction2 = bias_corrections(control)
     denominator = (new_exp_avg_sq / correction2).sqrt() + control.eps
     decayed = master * (1 - control.lr * group.weight_decay)
@@ -268,6 +273,10 @@ def _update(group: Slices, at: int, control: Control) -> None:
     skip = control.skip.bool()
     for old, new in changes:
         old.copy_(torch.where(skip, old, new.to(old.dtype)))
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.float() if values.dtype == torch.bfloat16 else values
 
 
 def _rounded(moments: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:

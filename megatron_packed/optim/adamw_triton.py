@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """AdamW in one pass over the state: each byte is read once and written once.
 
-One program updates one run of `ElementNumbers`, 1,024 elements at a time. It reads the gradient, the moments and
-the master, computes in float32, and writes the moments, the master and the bf16 weight. Moments may be
-bf16, and masters may be a bf16 weight with a 16-bit remainder (``master_remainders.py``). The draws of
-stochastic rounding are those of ``stochastic_rounding.py``.
+One program updates one run of `ElementNumbers`, 1,024 elements at a time. It reads the gradient, the
+moments and the master, computes in float32, and writes the moments, the master and the bf16 weight.
+Moments may be bf16, and masters may be a bf16 weight with a 16-bit remainder
+(``master_remainders.py``). The draws of stochastic rounding are those of ``stochastic_rounding.py``.
 
 All starts are multiples of 64 elements, which the compiler must know to load vectors.
 """
@@ -40,6 +40,8 @@ _WARPS = 4
 
 class OnePass:
     """Implementation by a kernel that reads and writes each byte of the state once."""
+
+    one_pass = True
 
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:

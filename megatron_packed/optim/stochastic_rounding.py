@@ -4,9 +4,9 @@ A moment that is rounded to the nearest bf16 stops to move when its change is be
 last place, 2^-9 of it. Stochastic rounding keeps such changes on average: 16 random bits are added to
 the float32 before its lower 16 bits are cut off.
 
-The draws are a function of the seed, the name of the parameter, the number of the step on the device,
-and the number of the element in the whole unsplit parameter. So they are the same on any ranks and
-after a resume, and a step that is repeated draws the same. One word of 64 bits serves one element:
+The draws depend on the seed, the name of the parameter, the number of the step on the device, and the
+number of the element in the unsplit parameter. So they are the same on any ranks and after a resume,
+and a step that is repeated draws the same. One word of 64 bits serves one element:
 its lowest 16 bits the first moment, the next 16 the second. The word is SplitMix64 (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", 2014) at a position instead of in a sequence::
 
@@ -37,7 +37,7 @@ RUN_ELEMENTS = 8192
 ALIGNMENT = 64
 """Every run starts at a multiple of this number in its slice, as parameters and shares do."""
 SEGMENTS, COLUMNS, LISTED = range(3)
-"""How a run numbers its elements; see `ElementNumbers.runs`."""
+"""Rules by which a run numbers its elements; see `ElementNumbers.runs`."""
 _MASK = (1 << 64) - 1
 
 

@@ -165,6 +165,7 @@ class CheckpointRefusals:
             or self._frozen_refusal(metadata)
             or self._schedule_refusal(metadata)
             or self._optimizer_refusal(metadata)
+            or self._state_refusal(metadata, resumed)
         )
 
     def _frozen_refusal(self, metadata: Metadata) -> str | None:
@@ -193,6 +194,23 @@ class CheckpointRefusals:
         return (
             "was saved with --no-save-optim, so it has no optimizer state; give --no-load-optim to resume with new "
             "moments"
+        )
+
+    def _state_refusal(self, metadata: Metadata, resumed: Resumed) -> str | None:
+        """Return why the run cannot resume with moments of other data types; None if it can."""
+        loads = self.config.get("checkpoint", {}).get("load_optim", True)
+        if resumed.begins or resumed.imported or not loads:
+            return None
+        keys = keys_deciding("optimizer state")
+        # Moments of versions without these options were float32.
+        fp32 = {key.removeprefix("optim."): "fp32" for key in keys}
+        stored = {**metadata["config"], "optim": {**fp32, **metadata["config"].get("optim", {})}}
+        changed = "; ".join(changed_options(stored, self.config, keys))
+        if not changed:
+            return None
+        return (
+            f"has moments of other data types: {changed}; {restoring_words(stored, self.config, keys)} to "
+            "resume, or give --begin-phase NAME with a new name to convert them"
         )
 
     def _phase_refusal(self, metadata: Metadata, resumed: Resumed) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -48,18 +48,51 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
             yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
     if optimizer is None:
         return
-    starts, buffers = optimizer.state_starts(), optimizer.buffers
+    yield from held_optimizer_state(model, optimizer)
+
+
+def held_optimizer_state(
+    model: HybridModel, optimizer: Optimizer, targets: Mapping[str, Tensor] | None = None
+) -> Iterator[Held]:
+    """Yield this rank's shards of the optimizer state.
+
+    Masters that are pairs of weight and remainder are shards of float32 masters, whose values a save
+    computes.
+
+    Args:
+        targets: name of `Optimizer.state_shards` or master of a pair -> tensor of equal length, which
+            the shards view in place of the state.
+    """
+    parameters, buffers, starts = (
+        model.sharded_parameters(),
+        optimizer.buffers,
+        optimizer.state_starts(),
+    )
+    pairs = {f"master/{name}": pair for name, pair in optimizer.pairs().items()}
+    views = {
+        name: view
+        for name, view in optimizer.state_shards().items()
+        if not name.startswith("remainder/")
+    }
+    views |= {
+        name: torch.empty(pair.numel(), dtype=torch.float32, device="meta")
+        for name, pair in pairs.items()
+    }
     has_one_owner = {
         slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots
     }
-    for name, view in optimizer.state_shards().items():
+    for name, state in views.items():
         kind, _, of = name.partition("/")
+        target = None if targets is None else targets.get(name)
+        view = state if target is None else target
+        compute = pairs[name].values if name in pairs and target is None else None
         if name == "step":
-            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
+            first_tp = model.tp.rank == 0
+            yield Held(TensorShard.whole("optimizer/step", view), owned=first_tp, replicated=True)
         # float32 parameters are their own masters, and are saved once.
         elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
             for shard, owned in shards_of_parameter(
-                f"optimizer/{name}", parameters[of], view, starts[name]
+                f"optimizer/{name}", parameters[of], view, starts[name], compute
             ):
                 yield Held(
                     shard, owned, replicated=has_one_owner[of], expert=parameters[of].is_expert
@@ -67,7 +100,11 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
 
 
 def shards_of_parameter(
-    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0
+    name: str,
+    sharded: ShardedParameter,
+    view: Tensor,
+    start: int = 0,
+    compute: Callable[[int, int], Tensor] | None = None,
 ) -> Iterator[tuple[TensorShard, bool]]:
     """Yield the shards of the unsharded tensor that ``view`` holds, and whether this rank owns them.
 
@@ -77,6 +114,7 @@ def shards_of_parameter(
         view: consecutive elements of this rank's part of the parameter, or of an optimizer state of
             the same shape.
         start: index of the first element of ``view`` in this rank's flattened part.
+        compute: function that computes values of ``view``, see `TensorShard`.
     """
     for piece in sharded.stored_pieces():
         extent = Extent(
@@ -95,6 +133,11 @@ def shards_of_parameter(
             if first < last:
                 held = its_extent.cut(first - at, last - at)
                 for shard in shards_of(
-                    name, tuple(sharded.stored_shape), held, view[first - start : last - start]
+                    name,
+                    tuple(sharded.stored_shape),
+                    held,
+                    view[first - start : last - start],
+                    compute,
+                    first - start,
                 ):
                     yield shard, piece.owned

@@ -43,11 +43,13 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
 from megatron_packed.resume.held_state import Held, held_state
+from megatron_packed.resume.loaded_optimizer_state import LoadedOptimizerState
 from megatron_packed.resume.phases_and_stored_packs import Resumed, begun_phase
 from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_bounds
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
+    from megatron_packed.checkpoint.manifest import Manifest
     from megatron_packed.resume.allowed_changes import CheckpointRefusals
 
 
@@ -273,14 +275,19 @@ class RunState:
         with_optimizer, with_rng = (
             x and not options.finetune for x in (options.load_optim, options.load_rng)
         )
-        wanted = [
-            held.shard
-            for held in held_state(self.model, self.optimizer if with_optimizer else None)
-        ]
+        self.optimizer.buffers.wait_params()
+        wanted = [held.shard for held in held_state(self.model)]
+        state = LoadedOptimizerState(self.model, self.optimizer) if with_optimizer else None
         if with_rng:
             wanted += whole_tensors(
                 {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
             )
+
+        def more_wanted(manifest: Manifest) -> list[TensorShard]:
+            of_optimizer = [] if state is None else state.wanted(manifest)
+            of_callbacks = [] if options.finetune else self.callback_states.wanted(manifest)
+            return [*of_optimizer, *of_callbacks]
+
         unwanted = () if with_optimizer else ("optimizer/",)
         assert options.load is not None
         show = self._show and self.groups.rank == 0
@@ -295,13 +302,17 @@ class RunState:
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
                 allow_extra=("",) if options.allows_missing else ("rng/", "callback/", *unwanted),
                 accept=self.refusals.for_fine_tuning if options.finetune else self._refusal,
-                more_wanted=None if options.finetune else self.callback_states.wanted,
+                more_wanted=more_wanted,
                 warn=None if self._show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
-        # Masters still hold the start values, which the next step would copy over the weights.
-        if not with_optimizer:
+        if state is None:
+            # Masters still hold the start values, which the next step would copy over the weights.
             self.optimizer.reset_masters()
+        else:
+            self._reset_masters(loaded.missing)
+            state.convert()
+            self._round_weights(loaded.metadata)
         self.original = loaded.metadata.get(ORIGINAL)
         if options.finetune:
             return loaded
@@ -318,7 +329,6 @@ class RunState:
         Args:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
-        self._reset_masters(loaded.missing)
         resumed = Resumed.from_metadata(loaded.metadata, begun_phase(self.config))
         self.resumed = resumed
         self.phases = resumed.phases
@@ -355,8 +365,22 @@ class RunState:
             for name in missing
             if name.startswith("optimizer/master/")
         ):
-            weights = self.model.get_parameter(name.removeprefix("master/")).view(-1)
+            parameter = name.removeprefix("master/")
+            if name not in masters:  # The master is a pair.
+                masters[f"remainder/{parameter}"].zero_()
+                continue
+            weights = self.model.get_parameter(parameter).view(-1)
             masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
+
+    def _round_weights(self, metadata: Metadata) -> None:
+        """Round the weights again if masters of the run or of the checkpoint are pairs.
+
+        A pair rounds a master halfway between two bf16 numbers up, and others round it to the even
+        number. Ranks that own no master of a weight have loaded the checkpoint's weight.
+        """
+        stored = metadata["config"].get("optim", {}).get("use_precision_aware_optimizer", False)
+        if stored or self.optimizer.precision.remainders:
+            self.optimizer.write_params()
 
     @property
     def _layout(self) -> dict[str, int]:

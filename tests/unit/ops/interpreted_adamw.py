@@ -73,7 +73,7 @@ def test_the_kernel_equals_the_reference(state, options, bfloat16_of_a_gpu):
         if theirs[0].dtype == F32:
             torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-7)
         else:
-            # A draw decides alike unless the rounding of float32 moves a value across its bound.
+            # A draw decides the same unless the rounding of float32 moves a value across its bound.
             torch.testing.assert_close(ours[0], theirs[0], rtol=2**-7, atol=0)
             assert (ours[0] != theirs[0]).float().mean() < 2e-3
     if want.weights:

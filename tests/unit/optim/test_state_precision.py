@@ -73,7 +73,7 @@ def test_words_differ_by_seed_name_step_and_element():
 
 @pytest.mark.parametrize("value", [1 + 2**-10, -1 - 3 * 2**-10, 3e-20, 1e-39])
 def test_stochastic_rounding_is_unbiased(value):
-    """The mean of a million draws, both moments' bits, lies within four standard deviations."""
+    """The mean of a million draws, both moments' bits, is within four standard deviations."""
     count = 1_000_000
     words = words_of(torch.zeros(count, dtype=torch.int64), torch.tensor(3.0), torch.arange(count))
     values = torch.full((count,), value)
