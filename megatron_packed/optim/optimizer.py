@@ -87,8 +87,6 @@ class Optimizer:
         spikes: detector that compares each step with previous steps, for which ``step`` needs a
             ``loss``; None for no comparison.
         precision: precision of moments and masters.
-        shards: name -> parameter of ``buffers`` with its place in the unsplit parameter, for the
-            draws of stochastic rounding; by default, parameters are not split.
     Raises:
         ValueError: a constant is out of range.
         NoBackendError: the implementation cannot be used; the message has the reasons.
@@ -112,7 +110,6 @@ class Optimizer:
         implementation: str = "auto",
         spikes: SpikeDetector | None = None,
         precision: StatePrecision = FLOAT32_STATE,
-        shards: Mapping[str, ShardedParameter] | None = None,
     ) -> None:
         check_constants(beta1, beta2, eps, weight_decay)
         backend = OP.select(precision.inputs(buffers.device.type), implementation)
@@ -121,12 +118,6 @@ class Optimizer:
         self._run = backend.loaded.run
         self._writes_weights = precision.remainders or getattr(backend.loaded, "one_pass", False)
         """True if the update writes bf16 weights; otherwise a copy after it does."""
-        self._shards = shards or {
-            name: ShardedParameter(
-                name=name, parameter=parameter, shard=shard_of(parameter, 1), rank=0
-            )
-            for name, parameter in buffers.parameters.items()
-        }
         self.buffers = buffers
         self.clip_grad = clip_grad
         self.spikes = spikes
@@ -203,7 +194,6 @@ class Optimizer:
         count_zeros_of: int | None = None,
         spikes: SpikeDetector | None = None,
         precision: StatePrecision = FLOAT32_STATE,
-        shards: Mapping[str, ShardedParameter] | None = None,
     ) -> Optimizer:
         """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
         return cls(
@@ -222,7 +212,6 @@ class Optimizer:
             implementation=config.optimizer_backend,
             spikes=spikes,
             precision=precision,
-            shards=shards,
         )
 
     def _counted(
@@ -524,9 +513,14 @@ class Optimizer:
 
     def _numbers(self, start: int, end: int) -> ElementNumbers:
         """Return the numbers of elements ``[start, end)`` of the gradient buffer."""
+        # The rank decides only which copy of a piece is saved.
+        shards = {
+            name: ShardedParameter(name=name, parameter=item, shard=shard_of(item, 1), rank=0)
+            for name, item in self.buffers.parameters.items()
+        }
         return ElementNumbers.in_slice(
             self.buffers.layout.slots,
-            self._shards,
+            shards,
             start,
             end,
             self.precision.seed,

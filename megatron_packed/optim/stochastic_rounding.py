@@ -165,6 +165,9 @@ def _rows_of(
     rows = np.zeros((len(begins), 8), np.int64)
     rows[:, 0], rows[:, 1] = begins, -(-counts // ALIGNMENT) * ALIGNMENT
     pieces = sharded.stored_pieces()
+    if not pieces:  # The shard is padding of a vocabulary, whose state is always zero.
+        rows[:, 4] = rows[:, 6] = begins
+        return rows
     whole = pieces[0]
     if len(pieces) == 1 and whole.rows > 1 and whole.local_stride == whole.length:
         rows[:, 3] = COLUMNS

@@ -114,7 +114,6 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
             config.training, groups.device, groups.world_group if groups.tp.size > 1 else None
         ),
         precision=StatePrecision.from_config(config),
-        shards=model.sharded_parameters(),
     )
     # The weights of a stage are gathered while the previous stages compute.
     if config.gathers_during_next_step:

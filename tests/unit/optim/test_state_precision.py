@@ -136,6 +136,13 @@ def test_experts_are_numbered_across_ranks():
         check_numbers(shard, shard.take(whole))
 
 
+def test_a_shard_of_padding_has_runs_for_all_its_elements():
+    shard = Shard.from_segments([SplitSegment(noun="rows", count=128)], 1, 2)
+    shard = Shard(dim=0, length=128, pieces=shard.pieces, padding=64)
+    keys, _ = numbers_of([sharded("weight", shard, torch.zeros(64, 8))], seed=5).of_slice(512)
+    assert (keys == key_of(5, "weight")).all()
+
+
 def check_numbers(shard: Shard, local: torch.Tensor) -> None:
     parameters = [replicated("before", 70), sharded("weight", shard, local)]
     slot = slots_of(parameters)[1]
