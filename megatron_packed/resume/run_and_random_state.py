@@ -373,13 +373,15 @@ class RunState:
             masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
 
     def _round_weights(self, metadata: Metadata) -> None:
-        """Round the weights again if masters of the run or of the checkpoint are pairs.
+        """Round the weights again if masters of the run or of the checkpoint may be pairs.
 
         A pair rounds a master halfway between two bf16 numbers up, and others round it to the even
         number. Ranks that own no master of a weight have loaded the checkpoint's weight.
         """
-        stored = metadata["config"].get("optim", {}).get("use_precision_aware_optimizer", False)
-        if stored or self.optimizer.precision.remainders:
+        config = metadata["config"]
+        stored = config.get("optim", {}).get("use_precision_aware_optimizer", False)
+        imported = "packing" not in config
+        if stored or imported or self.optimizer.precision.remainders:
             self.optimizer.write_params()
 
     @property

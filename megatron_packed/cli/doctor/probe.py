@@ -228,6 +228,7 @@ def _adamw_difference(backend: str) -> float:
     import torch
 
     from megatron_packed.optim import adamw
+    from megatron_packed.optim.stochastic_rounding import ElementNumbers
 
     _, device, ops = _job()
     op, inputs = ops["adamw"]
@@ -237,13 +238,15 @@ def _adamw_difference(backend: str) -> float:
 
     def updated(name: str) -> Any:
         draw = torch.Generator().manual_seed(0)
-        lists = [[torch.rand(1000, generator=draw).to(device)] for _ in range(4)]
+        lists = [[torch.rand(1024, generator=draw).to(device)] for _ in range(4)]
+        run = torch.tensor([[0, 1024, 0, 0, 0, 0, 0, 0]], device=device)
         slices = adamw.Slices(
             weight_decay=0.1,
             params=lists[0],
             grads=lists[1],
             exp_avgs=lists[2],
             exp_avg_sqs=lists[3],
+            numbers=[ElementNumbers(runs=run, listed=run[0, :0])],
         )
         control = adamw.Control(
             lr=number(0.1),
