@@ -17,8 +17,9 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.layouts import VOCAB, Way, config_of
+from support.optimizer_states import everything_computed
 from support.process_pools import WorkerPools
-from support.whole_state import Shards, assembled, assert_same_bits, everything
+from support.whole_state import Shards, assembled, assert_same_bits
 
 ONE = Way()
 WAYS = [
@@ -69,7 +70,7 @@ def updated(groups: ParallelGroups, way: Way, steps: range, save: str = "") -> S
     update(job, steps)
     if save:
         state_of(job, groups, way).save(CheckpointConfig(save=save))
-    return everything(job)
+    return everything_computed(job)
 
 
 def continued(groups: ParallelGroups, way: Way, steps: range, load: str) -> Shards:
@@ -78,7 +79,7 @@ def continued(groups: ParallelGroups, way: Way, steps: range, load: str) -> Shar
     update(job, range(50, 51))
     state_of(job, groups, way).load(CheckpointConfig(load=load))
     update(job, steps)
-    return everything(job)
+    return everything_computed(job)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,7 @@ def expected(pools: WorkerPools) -> dict[str, Tensor]:
     return assembled(pools.run(updated, 1, ONE, range(5)))
 
 
+@pytest.mark.shows("Precision", "bf16 moments, masters with remainders")
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_same_gradients_give_the_same_bits(
     way: Way, expected: dict[str, Tensor], pools: WorkerPools
@@ -96,6 +98,7 @@ def test_the_same_gradients_give_the_same_bits(
     assert set(kinds.values()) == {torch.bfloat16}
 
 
+@pytest.mark.shows("Precision", "bf16 moments, masters with remainders")
 @pytest.mark.parametrize(("before", "after"), [(WAYS[3], WAYS[2]), (WAYS[5], ONE)], ids=str)
 def test_a_resharded_run_goes_on_with_the_same_bits(
     before: Way, after: Way, expected: dict[str, Tensor], tmp_path: Path, pools: WorkerPools

@@ -1,4 +1,4 @@
-"""Shards of parameters in a flat buffer, with the numbers of their elements."""
+"""Shards of parameters in a flat buffer with the numbers of their elements, and states of jobs."""
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from megatron_packed.distributed.tensor_parallel_shards import (
 )
 from megatron_packed.distributed.zero1_layout import BufferPart, ParamSlot, round_up
 from megatron_packed.optim.stochastic_rounding import ElementNumbers
+from megatron_packed.resume.held_state import held_state
+from megatron_packed.training.build_job import Job
+from support.whole_state import Shards
 
 
 def sharded(name: str, shard: Shard, local: torch.Tensor) -> ShardedParameter:
@@ -69,3 +72,12 @@ def numbers_of_shards() -> ElementNumbers:
             sharded("experts", experts, torch.zeros(4, 12, 5)),
         ]
     )
+
+
+def everything_computed(job: Job) -> Shards:
+    """Return this rank's state as `whole_state.everything` does, with masters of pairs computed."""
+    shards = [held.shard for held in held_state(job.model, job.optimizer)]
+    return [
+        (shard.name, shard.global_shape, tuple(shard.extent), torch.cat([*shard.values()]))
+        for shard in shards
+    ]

@@ -18,7 +18,7 @@ def everything(job: Job) -> Shards:
     """Return this rank's state as ranges of the tensors of a checkpoint."""
     shards = [held.shard for held in held_state(job.model, job.optimizer)]
     return [
-        (shard.name, shard.global_shape, tuple(shard.extent), torch.cat([*shard.values()]).clone())
+        (shard.name, shard.global_shape, tuple(shard.extent), shard.tensor.clone())
         for shard in shards
     ]
 

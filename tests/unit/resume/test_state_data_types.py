@@ -23,7 +23,8 @@ from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
-from support.whole_state import assembled, assert_same_bits, everything
+from support.optimizer_states import everything_computed
+from support.whole_state import assembled, assert_same_bits
 
 GROUPS = ParallelGroups.single()
 SLOTS, VOCAB = 32, 61
@@ -55,7 +56,7 @@ def steps(job: Job, numbers: range) -> None:
 
 
 def whole(job: Job) -> dict[str, Tensor]:
-    return assembled([everything(job)])
+    return assembled([everything_computed(job)])
 
 
 def saved(
