@@ -328,23 +328,23 @@ class Optimizer:
         self._run(self._slices, control)
         if self._statistics is not None:
             self._statistics.after_update()  # before the gather of the parameters begins
-        if self._writes_weights:
-            self.buffers.gather_params()
-        else:
-            self.write_params()
+        self.write_params(by_update=self._writes_weights)
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)
         self._stats.skipped.copy_(skip)
         return self._stats
 
     @torch.no_grad()
-    def write_params(self) -> None:
+    def write_params(self, *, by_update: bool = False) -> None:
         """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded.
 
         The weights of pairs are written with their masters, so ranks only gather them.
+
+        Args:
+            by_update: the update has written all weights, so ranks only gather them.
         """
         self.buffers.wait_params()
-        for bucket, master in self._low_masters:
+        for bucket, master in () if by_update else self._low_masters:
             self.buffers.owned_params(bucket).copy_(master)
         self.buffers.gather_params()
 

@@ -1,5 +1,6 @@
 """Checkpoints of runs with bf16 moments and with masters that are weights and remainders."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.errors import CheckpointMismatchError
+from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.load import find_checkpoints
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
@@ -185,3 +186,25 @@ def test_masters_that_a_checkpoint_lacks_are_the_weights(tmp_path: Path) -> None
             assert torch.equal(found[name], weight)
             master = found[name.replace("model/", "optimizer/master/")]
             assert torch.equal(master, weight.float())
+
+
+def test_100_flipped_bits_of_a_checkpoint_are_all_found(tmp_path: Path) -> None:
+    """A load of a damaged file is refused before it changes a tensor."""
+    saved(BF16, tmp_path)
+    job, state = made(BF16)
+    before = whole(job)
+    files = sorted((tmp_path / "step_00000000").iterdir())
+    draw = random.Random(7)
+    for number in range(100):
+        path = files[number % len(files)]
+        data = bytearray(path.read_bytes())
+        place, bit = draw.randrange(len(data)), draw.randrange(8)
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=path.name):
+            state.load(CheckpointConfig(load=str(tmp_path)))
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+    assert_same_bits(whole(job), before)
+    state.load(CheckpointConfig(load=str(tmp_path)))
+    assert job.optimizer.exp_avg.any()
