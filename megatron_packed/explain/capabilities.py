@@ -103,7 +103,7 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
             "use a machine with a GPU, with the extra 'gpu' installed",
         )
     advice = "--bf16" if device.type == "cuda" and not training.bf16 else ""
-    yield Capability("precision", ON, training.precision, advice)
+    yield Capability("precision", ON, config.precision, advice)
     if training.deterministic_mode:
         yield Capability("determinism", ON, "every run computes the same bits")
     elif device.type == "cuda":

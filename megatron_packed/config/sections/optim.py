@@ -276,6 +276,25 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
     def weight_decay_changes(self) -> bool:
         return self.weight_decay_incr_style != "constant"
 
+    def state_words(self, bf16: bool) -> str:
+        """Return words about a state of low precision, to follow those about the weights.
+
+        Args:
+            bf16: the weights are bf16.
+        """
+        pairs = (
+            " in 2 bytes beside the weight" if self.use_precision_aware_optimizer and bf16 else ""
+        )
+        dtypes = {"first": self.exp_avg_dtype, "second": self.exp_avg_sq_dtype}
+        low = [moment for moment, dtype in dtypes.items() if dtype == "bf16"]
+        if not low:
+            return pairs
+        rounding = (
+            "rounded to nearest" if self.moment_rounding == "nearest" else "rounded stochastically"
+        )
+        which = "" if len(low) == 2 else f"{low[0]} "
+        return f"{pairs}, bf16 {which}moments ({rounding})"
+
     @property
     def has_bf16_moments(self) -> bool:
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)

@@ -1,11 +1,13 @@
 """`Optimizer` with bf16 moments and with masters that are weights and remainders."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.optim.adamw import OP
 from megatron_packed.optim.master_remainders import split_masters
@@ -166,6 +168,22 @@ def test_the_norm_of_parameters_is_that_of_the_masters() -> None:
         norm = counted[end:].norm()
         assert norms[-1].item() == pytest.approx(norm.item(), rel=1e-6)
     assert torch.equal(*norms)
+
+
+def test_words_about_the_precision_of_a_run() -> None:
+    """Console, report and `--explain` name masters and moments that are not float32."""
+    low = OptimizerConfig(
+        lr=1.0,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    )
+    assert OptimizerConfig(lr=1.0).state_words(True) == ""
+    assert low.state_words(True) == (
+        " in 2 bytes beside the weight, bf16 moments (rounded stochastically)"
+    )
+    one = replace(low, exp_avg_sq_dtype="fp32", moment_rounding="nearest")
+    assert one.state_words(False) == ", bf16 first moments (rounded to nearest)"
 
 
 def test_a_kernel_for_float32_refuses_another_state() -> None:
