@@ -238,7 +238,10 @@ class ReplicaCheck:
         group = self.buffers.owners(span.slot.part).group
         if group is None:
             return "than its own rounded masters"
-        return f"than the rounded masters of rank {dist.get_process_group_ranks(group)[span.owner]}"
+        # The weights of pairs are themselves the rounded masters.
+        pairs = self.optimizer.precision.remainders
+        what = "weights that are updated by" if pairs else "rounded masters of"
+        return f"than the {what} rank {dist.get_process_group_ranks(group)[span.owner]}"
 
     # ----------------------------------------------------------------------------------------------------
     # gradients

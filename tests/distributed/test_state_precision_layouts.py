@@ -16,6 +16,7 @@ from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
+from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import VOCAB, Way, config_of
 from support.optimizer_states import everything_computed
 from support.process_pools import WorkerPools
@@ -107,3 +108,48 @@ def test_a_resharded_run_goes_on_with_the_same_bits(
     pools.run(updated, before.world_size, before, range(3), folder, layout=before.layout)
     found = pools.run(continued, after.world_size, after, range(3, 5), folder, layout=after.layout)
     assert_same_bits(assembled(found), expected)
+
+
+FLIPPED = (
+    ("model/embedding.weight", 3),
+    ("model/embedding.weight", 14),
+    ("remainder/embedding.weight", 0),
+    ("remainder/layers.1.norm.weight", 15),
+    ("exp_avg/embedding.weight", 9),
+    ("exp_avg_sq/layers.3.mixer.experts.fc2", 2),
+)
+"""Tensors of 16-bit words, each with the bit of its first element that is flipped on rank 1."""
+
+
+def state_flipped(groups: ParallelGroups, way: Way) -> list[str]:
+    """Return the report of a comparison of replicas for each flipped bit, and for none."""
+    job = build_job(low_state(way), groups, VOCAB)
+    update(job, range(2))
+    check = ReplicaCheck(job.model, job.optimizer, groups).weights
+    tensors = job.optimizer.state_shards()
+    tensors |= {f"model/{name}": p.data for name, p in job.buffers.parameters.items()}
+    reports = []
+    for name, bit in (*FLIPPED, ("", 0)):
+        words = tensors[name].view(-1).view(torch.int16) if name in tensors else None
+        flip = torch.tensor(1 << bit).to(torch.int16)
+        if words is not None and groups.rank == 1:
+            words[0] ^= flip
+        try:
+            check()
+            reports.append("")
+        except ReplicaMismatchError as error:
+            reports.append(str(error))
+        if words is not None and groups.rank == 1:
+            words[0] ^= flip
+    return reports
+
+
+def test_flipped_bits_of_the_state_are_found_where_it_has_replicas(pools: WorkerPools) -> None:
+    """With ZeRO-1 only the weights have replicas; they are compared with those of their owner."""
+    replicated, _ = pools.run(state_flipped, 2, WAYS[0])
+    for (name, _), report in zip(FLIPPED, replicated):
+        assert name.removeprefix("model/") in report
+    owned, _ = pools.run(state_flipped, 2, WAYS[1])
+    said = "embedding.weight: other bits on rank 1 than the weights that are updated by rank 0"
+    assert all(said in report for report in owned[:2])
+    assert not replicated[-1] and not owned[-1]
