@@ -87,8 +87,11 @@ class Staging:
         copies = []
         for shard, start in zip(shards, starts):
             room = self._memory[start : start + shard.tensor.nbytes]
-            room.copy_(byte_view(shard.tensor), non_blocking=True)
-            copies.append(replace(shard, tensor=room.view(shard.dtype)))
+            copies.append(replace(shard, tensor=room.view(shard.dtype), compute=None))
+            for values in shard.values():
+                data = byte_view(values)
+                room[: len(data)].copy_(data, non_blocking=True)
+                room = room[len(data) :]
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies

@@ -1,13 +1,14 @@
 """Writing of one file of a checkpoint, block by block and with checksums.
 
-CPU tensors are read in place, without a copy. CUDA tensors pass through two pinned buffers: while
+CPU tensors are read in place, without a copy, unless their values are computed for the file. CUDA
+tensors pass through two pinned buffers: while
 the caller checksums and writes one piece, the next piece is copied from the device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -84,7 +85,7 @@ def _pieces(
     shards: Sequence[TensorShard], block_bytes: int, values: Callable[[TensorShard], Tensor] | None
 ) -> Iterator[UInt8Array]:
     if values is None:
-        yield from host_pieces([shard.tensor for shard in shards], block_bytes)
+        yield from host_pieces((part for shard in shards for part in shard.values()), block_bytes)
     else:
         for shard in shards:
             yield from host_pieces([values(shard)], block_bytes)
@@ -122,7 +123,7 @@ class _RunningBlocks:
         self.value = 0
 
 
-def host_pieces(tensors: Sequence[Tensor], piece_bytes: int) -> Iterator[UInt8Array]:
+def host_pieces(tensors: Iterable[Tensor], piece_bytes: int) -> Iterator[UInt8Array]:
     """Yield the bytes of 1-D tensors, in order, in pieces of at most ``piece_bytes``.
 
     A piece is valid until the caller requests the next piece. CUDA copies run on the current

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -231,6 +231,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 NAMED_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+COMPUTED_ELEMENTS = 1 << 24
+"""Most values of a shard that are computed at a time: 64 MiB of float32."""
+
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_./:@+=,-]{1,500}")
 """Pattern of allowed tensor names.
 
@@ -255,6 +258,12 @@ class TensorShard:
     tensor: Tensor
     rows: int = 1
     stride: int = 0
+    compute: Callable[[int, int], Tensor] | None = None
+    """Function that computes values ``[first, last)`` of a shard of which ``tensor``, on the meta
+    device, has only size and dtype. A save computes few values at a time, so they need little memory.
+    """
+    computed_from: int = 0
+    """Number of the shard's first value in calls of ``compute``."""
 
     def __post_init__(self) -> None:
         if not TENSOR_NAME.fullmatch(self.name):
@@ -298,8 +307,22 @@ class TensorShard:
     def part(self, first: int, last: int) -> list[TensorShard]:
         """Return shards for elements ``[first, last)`` of this shard, counted in its own order."""
         return shards_of(
-            self.name, self.global_shape, self.extent.cut(first, last), self.tensor[first:last]
+            self.name,
+            self.global_shape,
+            self.extent.cut(first, last),
+            self.tensor[first:last],
+            self.compute,
+            self.computed_from + first,
         )
+
+    def values(self) -> Iterator[Tensor]:
+        """Yield the values in order as 1-D tensors: the view, or the next computed values."""
+        if self.compute is None:
+            yield self.tensor
+            return
+        for first in range(0, self.tensor.numel(), COMPUTED_ELEMENTS):
+            last = min(first + COMPUTED_ELEMENTS, self.tensor.numel())
+            yield self.compute(self.computed_from + first, self.computed_from + last)
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorShard:
@@ -317,16 +340,30 @@ class TensorShard:
 
 
 def shards_of(
-    name: str, global_shape: tuple[int, ...], extents: Sequence[Extent], tensor: Tensor
+    name: str,
+    global_shape: tuple[int, ...],
+    extents: Sequence[Extent],
+    tensor: Tensor,
+    compute: Callable[[int, int], Tensor] | None = None,
+    computed_from: int = 0,
 ) -> list[TensorShard]:
     """Build one shard per extent.
 
     ``tensor`` (1-D, contiguous) contains the elements of all extents, in the order of ``extents``.
+    For ``compute`` and ``computed_from`` see `TensorShard`.
     """
-    views = torch.split(tensor, [extent.numel for extent in extents]) if extents else ()
+    sizes = [extent.numel for extent in extents]
+    views = torch.split(tensor, sizes) if extents else ()
     return [
-        TensorShard(name=name, global_shape=global_shape, tensor=view, **extent._asdict())
-        for extent, view in zip(extents, views)
+        TensorShard(
+            name=name,
+            global_shape=global_shape,
+            tensor=view,
+            compute=compute,
+            computed_from=first,
+            **extent._asdict(),
+        )
+        for extent, view, first in zip(extents, views, accumulate(sizes, initial=computed_from))
     ]
 
 

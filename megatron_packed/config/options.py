@@ -31,9 +31,18 @@ PathUse = Literal[
     "log_file",
 ]
 
-Decided = Literal["data", "chat", "tokenizer", "tokenizer name", "packs", "trained parameters"]
+Decided = Literal[
+    "data",
+    "chat",
+    "tokenizer",
+    "tokenizer name",
+    "packs",
+    "trained parameters",
+    "optimizer state",
+]
 """Subject that an option decides: training documents, tokens of conversations and text, the meaning
-of token ids, the name of their tokenizer, contents and order of packs, or trained parameters.
+of token ids, the name of their tokenizer, or contents and order of packs. It may also be the trained
+parameters, or data types of the optimizer's state.
 """
 Stored = Mapping[str, Mapping[str, Any]]
 """Configuration in a checkpoint, as `serialise.to_dict` makes it; older checkpoints lack newer

@@ -351,6 +351,12 @@ class RunConfig:
         """
         return self.parallel.overlap_param_gather and not self.cuda_graph.captures_steps
 
+    @property
+    def precision(self) -> str:
+        """Data types of weights and optimizer state, in words."""
+        bf16 = self.training.bf16
+        return f"{self.training.precision}{self.optim.state_words(bf16)}"
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of ranks that train on different packs."""
         return max(world_size // self.parallel.ranks_per_replica, 1)

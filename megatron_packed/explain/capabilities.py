@@ -85,7 +85,7 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         why += ": every op runs its plain PyTorch reference"
         cure = "use a machine with a GPU, with the extra 'gpu' installed"
         yield Capability("device", PARTIAL, why, cure)
-    yield Capability("precision", ON, training.precision, "--bf16" * (on_gpu and not training.bf16))
+    yield Capability("precision", ON, config.precision, "--bf16" * (on_gpu and not training.bf16))
     varies = "some GPU kernels add numbers in an order that differs from run to run"
     yield row(
         "determinism",

@@ -24,6 +24,7 @@ from megatron_packed.ops.dense_mlp import api as dense_mlp
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.quack_tiles import device_reasons
 from megatron_packed.optim import adamw
+from megatron_packed.optim.state_precision import StatePrecision
 from megatron_packed.packed.micro_batch import MicroBatch
 
 UNKNOWN_VOCABULARY = 32_768
@@ -53,9 +54,8 @@ def traced_requests(
     model = Imagined.from_config(config, fewest_processes(config.parallel), vocab_size).model
     document = np.zeros(config.document_alignment, dtype=np.int64), None
     pack = MicroBatch.build([document], config.packing.tokens_per_pack, capacity=capacity)
-    optimizer = Request(
-        adamw.OP, config.optim.optimizer_backend, adamw.AdamWInputs(device_type=device.type)
-    )
+    inputs = StatePrecision.from_config(config).inputs(device.type)
+    optimizer = Request(adamw.OP, config.optim.optimizer_backend, inputs)
     # The backward pass makes no other requests.
     return {**calls_of_pass(model, pack, device), optimizer: 1}
 

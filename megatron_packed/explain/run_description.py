@@ -52,7 +52,7 @@ def describe(
     suffix = f" ({frozen:,} of them frozen)" if frozen else ""
     say(
         f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, "
-        f"{config.training.precision}"
+        f"{config.precision}"
     )
     detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "

@@ -29,7 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
+from megatron_packed.optim.master_remainders import join_masters, split_masters
+from megatron_packed.optim.stochastic_rounding import (
+    ElementNumbers,
+    round_stochastically,
+    words_of,
+)
 from megatron_packed.torch_private import fused_adamw_
 
 MAX_SLICE_ELEMENTS = 2**30
@@ -43,26 +49,44 @@ MAX_CONVERTED_ELEMENTS = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWInputs:
-    """Device for which an implementation is chosen."""
+    """Device and dtypes for which an implementation is chosen."""
 
     device_type: str
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    remainders: bool = False
+    """True if masters are bf16 weights with remainders (``master_remainders.py``)."""
+
+    @property
+    def wide(self) -> bool:
+        """True if the whole state is float32."""
+        return self.exp_avg_dtype == self.exp_avg_sq_dtype == torch.float32 and not self.remainders
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slices:
-    """Lists of float32 1-D tensors with one weight decay; the i-th tensors have equal lengths.
-
-    All gradients may be bf16 instead; see `run_on`.
-    """
+    """Lists of 1-D tensors with one weight decay; the i-th tensors have equal lengths."""
 
     weight_decay: float | Tensor
     """A 0-d float32 tensor if it changes between steps. See [Note: weight decay on the device]."""
     params: Sequence[Tensor]
-    """Master weights, updated in place."""
+    """Float32 master weights, or bf16 weights with ``remainders``; updated in place."""
     grads: Sequence[Tensor]
-    """Gradients; an implementation may overwrite them with the divided gradients."""
+    """Float32 or bf16 gradients, of one dtype; see `run_on`. An implementation may overwrite them
+    with the divided gradients.
+    """
     exp_avgs: Sequence[Tensor]
+    """First moments, float32 or bf16."""
     exp_avg_sqs: Sequence[Tensor]
+    """Second moments, float32 or bf16."""
+    weights: Sequence[Tensor] = ()
+    """Bf16 weights that the implementation writes beside their masters; empty if it does not."""
+    remainders: Sequence[Tensor] = ()
+    """Int16 remainders of the weights; empty if ``params`` are the masters."""
+    numbers: Sequence[ElementNumbers] = ()
+    """Numbers of the elements, for an implementation that needs them; else empty."""
+    stochastic: bool = False
+    """True if bf16 moments are rounded stochastically, else to the nearest."""
 
     def in_float32(self) -> Iterator[Slices]:
         """Yield the slices one by one, each with a copy of its gradients in float32."""
@@ -96,18 +120,21 @@ OP = Op(
         Backend("torch", f"{__name__}:TorchFused"),
         Backend("transformer_engine", "megatron_packed.optim.adamw_multi_tensor:TransformerEngine"),
         Backend("apex", "megatron_packed.optim.adamw_multi_tensor:Apex"),
-        Backend("reference", f"{__name__}:Reference", automatic=False),
+        GPUBackend("triton", "megatron_packed.optim.adamw_triton:OnePass"),
+        Backend("reference", f"{__name__}:Reference"),
     ),
 )
 """Op with ``run(slices: Sequence[Slices], control: Control) -> None``.
 
-``torch`` runs on every device, so 'auto' chooses it.
+``torch`` runs on every device, so 'auto' chooses it for a float32 state. A state of lower precision
+is updated by ``triton`` on a GPU and by ``reference`` on a CPU. An implementation with ``one_pass``
+also reads bf16 gradients and writes bf16 weights; for the others see `run_on`.
 """
 
 
 def run_on(
-    slices: Sequence[Slices],
     run: Callable[[Sequence[Slices], Control], None],
+    slices: Sequence[Slices],
     control: Control,
 ) -> None:
     """Update all slices with an implementation that reads float32 gradients.
@@ -120,6 +147,20 @@ def run_on(
     for group in low:
         for one in group.in_float32():
             run([one], control)
+
+
+def wide_state_reasons(inputs: AdamWInputs) -> list[str]:
+    """Return why a kernel that needs a float32 state cannot be used; empty if it can."""
+    return [] if inputs.wide else ["the kernel needs float32 masters and moments"]
+
+
+def bias_corrections(control: Control) -> tuple[Tensor, Tensor]:
+    """Return ``1 - beta^t`` of both moments, 0-d float32 on the device."""
+    step = control.step.to(torch.float64)
+    return (
+        (1 - control.beta1**step).to(torch.float32),
+        (1 - control.beta2**step).to(torch.float32),
+    )
 
 
 def check_constants(beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
@@ -174,9 +215,12 @@ class TorchFused:
 
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:
+        reasons = wide_state_reasons(inputs)
         if inputs.device_type not in ("cpu", "cuda"):
-            return [f"torch._fused_adamw_ is checked on cpu and cuda, not on {inputs.device_type}."]
-        return []
+            reasons.append(
+                f"torch._fused_adamw_ is checked on cpu and cuda, not on {inputs.device_type}."
+            )
+        return reasons
 
     @staticmethod
     @torch.no_grad()
@@ -206,11 +250,18 @@ class TorchFused:
 
 
 class Reference:
-    """Implementation of the formulas in plain PyTorch, with which tests compare the kernels."""
+    """Implementation of the formulas in plain PyTorch, with which tests compare the kernels.
+
+    It is also the implementation of a state of lower precision on the CPU.
+    """
+
+    one_pass = True
 
     @staticmethod
     def not_supported_reasons(inputs: AdamWInputs) -> list[str]:
-        return []
+        if inputs.wide or inputs.device_type != "cuda":
+            return []
+        return ["plain PyTorch needs several float32 copies of a low-precision state on the device"]
 
     @staticmethod
     @torch.no_grad()
@@ -220,31 +271,47 @@ class Reference:
         See [Note: predicated step]. The method allocates several temporaries of a slice's size.
         """
         for group in slices:
-            for param, grad, exp_avg, exp_avg_sq in zip(
-                group.params, group.grads, group.exp_avgs, group.exp_avg_sqs
-            ):
-                _update(param, grad, exp_avg, exp_avg_sq, group.weight_decay, control)
+            for at in range(len(group.params)):
+                _update(group, at, control)
 
 
-def _update(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weight_decay: float | Tensor,
-    control: Control,
-) -> None:
+def _update(group: Slices, at: int, control: Control) -> None:
+    param, grad = group.params[at], _at_least_float32(group.grads[at])
+    exp_avg, exp_avg_sq = group.exp_avgs[at], group.exp_avg_sqs[at]
+    remainder = group.remainders[at] if group.remainders else None
+    master = param if remainder is None else join_masters(param, remainder)
     beta1, beta2 = control.beta1, control.beta2
     if control.grad_divisor is not None:
         grad = grad / control.grad_divisor
-    new_exp_avg = beta1 * exp_avg + (1 - beta1) * grad
-    new_exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad.square()
-    step = control.step.to(torch.float64)
-    correction1 = (1 - beta1**step).to(torch.float32)
-    correction2 = (1 - beta2**step).to(torch.float32)
+    new_exp_avg = beta1 * _at_least_float32(exp_avg) + (1 - beta1) * grad
+    new_exp_avg_sq = beta2 * _at_least_float32(exp_avg_sq) + (1 - beta2) * grad.square()
+    correction1, correction2 = bias_corrections(control)
     denominator = (new_exp_avg_sq / correction2).sqrt() + control.eps
-    decayed = param * (1 - control.lr * weight_decay)
-    new_param = decayed - control.lr * (new_exp_avg / correction1) / denominator
+    decayed = master * (1 - control.lr * group.weight_decay)
+    new_master = decayed - control.lr * (new_exp_avg / correction1) / denominator
+    low = torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype)
+    if group.stochastic and low:
+        keys, numbers = group.numbers[at].of_slice(len(grad))
+        words = words_of(keys, control.step, numbers)
+        new_exp_avg = _rounded(new_exp_avg, exp_avg.dtype, words)
+        new_exp_avg_sq = _rounded(new_exp_avg_sq, exp_avg_sq.dtype, words >> 16)
+    changes = [(exp_avg, new_exp_avg), (exp_avg_sq, new_exp_avg_sq)]
+    if remainder is None:
+        changes.append((param, new_master))
+    else:
+        weight, rest = split_masters(new_master)
+        changes += [(param, weight), (remainder, rest)]
+    if group.weights:
+        changes.append((group.weights[at], new_master))
     skip = control.skip.bool()
-    for old, new in ((param, new_param), (exp_avg, new_exp_avg), (exp_avg_sq, new_exp_avg_sq)):
-        old.copy_(torch.where(skip, old, new))
+    for old, new in changes:
+        old.copy_(torch.where(skip, old, new.to(old.dtype)))
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.float() if values.dtype == torch.bfloat16 else values
+
+
+def _rounded(moments: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
+    """Return moments in their dtype, rounded stochastically with the lowest 16 bits of ``words``."""
+    return round_stochastically(moments, words & 0xFFFF) if dtype == torch.bfloat16 else moments

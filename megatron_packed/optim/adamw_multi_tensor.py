@@ -23,7 +23,13 @@ from typing import Any
 
 import torch
 
-from megatron_packed.optim.adamw import AdamWInputs, Control, Slices, kernel_decay
+from megatron_packed.optim.adamw import (
+    AdamWInputs,
+    Control,
+    Slices,
+    kernel_decay,
+    wide_state_reasons,
+)
 
 _DECOUPLED_WEIGHT_DECAY = 1
 _BIAS_CORRECTION = 1
@@ -65,9 +71,10 @@ def launch_per_decay(
 
 
 def _device_reasons(inputs: AdamWInputs) -> list[str]:
-    if inputs.device_type == "cuda":
-        return []
-    return [f"the kernel runs on cuda, not on {inputs.device_type}."]
+    reasons = wide_state_reasons(inputs)
+    if inputs.device_type != "cuda":
+        reasons.append(f"the kernel runs on cuda, not on {inputs.device_type}.")
+    return reasons
 
 
 class TransformerEngine:

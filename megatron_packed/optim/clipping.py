@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.collectives import all_reduce_sum
+from megatron_packed.optim.master_remainders import Masters, blocks
 from megatron_packed.torch_private import foreach_copy_, foreach_zero_
 
 ROW_ELEMENTS = 4096
@@ -26,7 +27,7 @@ _EPSILON = 1e-6
 """Added to the norm before the division, as torch.nn.utils.clip_grad_norm_ and Megatron do."""
 
 
-def global_norm(*grads: Tensor) -> Tensor:
+def global_norm(*grads: Masters) -> Tensor:
     """Return the L2 norm of this rank's gradients, 0-d float64.
 
     There are two deterministic stages: float32 norms of rows of 4,096 elements, then their norm in
@@ -35,12 +36,14 @@ def global_norm(*grads: Tensor) -> Tensor:
     below 1e-5 (both measured).
 
     Args:
-        grads: ``(numel,)`` float32 or bf16 with zeros as padding, ``numel`` a multiple of 4,096.
+        grads: ``(numel,)`` float32 or bf16 with zeros as padding, ``numel`` a multiple of 4,096; or
+            masters.
     """
     rows = torch.cat(
         [
-            torch.linalg.vector_norm(part.view(-1, ROW_ELEMENTS), dim=1, dtype=wide(part))
+            torch.linalg.vector_norm(block.view(-1, ROW_ELEMENTS), dim=1, dtype=wide(block))
             for part in grads
+            for block in blocks(part)
         ]
     )
     norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
@@ -52,7 +55,7 @@ def wide(part: Tensor) -> torch.dtype:
     return torch.promote_types(part.dtype, torch.float32)
 
 
-def square(*parts: Tensor) -> Tensor:
+def square(*parts: Masters) -> Tensor:
     """Return the square of `global_norm` of the tensors."""
     return global_norm(*parts).square()
 
@@ -72,9 +75,9 @@ def nonzeros(*parts: Tensor) -> Tensor:
 class Counted(NamedTuple):
     """Tensors of this rank, some of which other ranks of a group hold too."""
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Masters]
     """Tensors as for `global_norm`."""
-    elsewhere: Sequence[Tensor] = ()
+    elsewhere: Sequence[Masters] = ()
     """Views into ``tensors`` that another rank counts; their values are not changed."""
     copies: Sequence[int] | None = None
     """For each tensor, the number of ranks that hold the same values; by default 1."""
@@ -123,12 +126,13 @@ def norm_and_flag(
 
 
 @contextmanager
-def _set_aside(views: Sequence[Tensor]) -> Iterator[None]:
-    """Set ``views`` to zero inside the block and restore them at its end, all on the device."""
-    if not views:
+def _set_aside(masters: Sequence[Masters]) -> Iterator[None]:
+    """Set ``masters`` to zero inside the block and restore them at its end, all on the device."""
+    if not masters:
         yield
         return
-    # Gradients may have two dtypes.
+    # Gradients may have two dtypes, and so have pairs.
+    views = [view for each in masters for view in ([each] if isinstance(each, Tensor) else each)]
     alike = [[view for view in views if view.dtype == dtype] for dtype in {v.dtype for v in views}]
     copies = [torch.cat(same) for same in alike]
     for same in alike:

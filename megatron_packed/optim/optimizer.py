@@ -14,19 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, shard_of
 from megatron_packed.distributed.zero1_layout import Bucket, BufferPart, FlatRange, ParamSlot
 from megatron_packed.optim.adamw import (
     MAX_CONVERTED_ELEMENTS,
     MAX_SLICE_ELEMENTS,
     OP,
-    AdamWInputs,
     Control,
     Slices,
     check_constants,
     run_on,
 )
 from megatron_packed.optim.clipping import Counted, clip_divisor, norm_and_flag
+from megatron_packed.optim.master_remainders import MasterPair, Masters
 from megatron_packed.optim.spikes import WATCHED, SpikeDetector
+from megatron_packed.optim.state_precision import FLOAT32_STATE, StatePrecision
+from megatron_packed.optim.stochastic_rounding import ElementNumbers
 
 if TYPE_CHECKING:
     from megatron_packed.config.sections.optim import OptimizerConfig
@@ -56,11 +59,12 @@ class StepStats:
 
 
 class Optimizer:
-    """AdamW with float32 masters, clipping and a device-side predicate.
+    """AdamW with masters, clipping and a device-side predicate.
 
     bf16 parameters have a float32 master. After each step, one copy writes the masters to the
-    parameters. Float32 parameters are their own masters. Learning rate, step count, flag and state
-    are on the device at fixed addresses.
+    parameters. With ``remainders``, the parameter is the upper half of its master, and the update
+    writes both halves. Float32 parameters are their own masters. Learning rate, step count, flag and
+    state are on the device at fixed addresses.
 
     With several owners (ZeRO-1), a rank stores and updates masters and moments of the parameters
     that it owns, and all ranks then gather the parameters. In this case, ``step``, ``write_params``
@@ -84,6 +88,7 @@ class Optimizer:
         implementation: 'auto' or a name of ``adamw.OP``.
         spikes: detector that compares each step with previous steps, for which ``step`` needs a
             ``loss``; None for no comparison.
+        precision: precision of moments and masters.
     Raises:
         ValueError: a constant is out of range.
         NoBackendError: the implementation cannot be used; the message has the reasons.
@@ -106,11 +111,16 @@ class Optimizer:
         count_zeros_of: int | None = None,
         implementation: str = "auto",
         spikes: SpikeDetector | None = None,
+        precision: StatePrecision = FLOAT32_STATE,
     ) -> None:
         check_constants(beta1, beta2, eps, weight_decay)
-        backend = OP.select(AdamWInputs(device_type=buffers.device.type), implementation)
+        backend = OP.select(precision.inputs(buffers.device.type), implementation)
         self.implementation = backend.name
-        self._run = backend.loaded.run
+        self.precision = precision
+        one_pass = getattr(backend.loaded, "one_pass", False)
+        self._run = backend.loaded.run if one_pass else partial(run_on, backend.loaded.run)
+        self._writes_weights = precision.remainders or one_pass
+        """True if the update writes bf16 weights; otherwise a copy after it does."""
         self.buffers = buffers
         self.clip_grad = clip_grad
         self.spikes = spikes
@@ -119,19 +129,36 @@ class Optimizer:
         device, layout = buffers.device, buffers.layout
         self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
+        paired = [self._has_pairs(bucket.part) for bucket in layout.buckets]
+        sizes = [end - start for start, end in self._owned]
+        of_pairs = [size for size, pair in zip(sizes, paired) if pair]
+        self.remainders = torch.zeros(sum(of_pairs), dtype=torch.int16, device=device)
+        """Remainders of the masters that this rank owns as pairs, one bucket after the other."""
+        remainders = iter(torch.split(self.remainders, of_pairs) if of_pairs else ())
         # Indexed by the number of the bucket.
-        self._masters = [self._master_of(bucket) for bucket in layout.buckets]
+        self._masters: list[Masters] = [
+            MasterPair(buffers.owned_params(bucket), next(remainders))
+            if pair
+            else self._master_of(bucket)
+            for bucket, pair in zip(layout.buckets, paired)
+        ]
         self._low_masters = [
             (bucket, master)
             for bucket, master in zip(layout.buckets, self._masters)
-            if bucket.part.dtype == torch.bfloat16
+            if bucket.part.dtype == torch.bfloat16 and isinstance(master, Tensor)
         ]
-        """Masters of bf16 parameters, each with its bucket."""
-        self._state_base = list(accumulate((end - start for start, end in self._owned), initial=0))
+        """Float32 masters of bf16 parameters, each with its bucket."""
+        self._state_base = list(accumulate(sizes, initial=0))
         numel = self._state_base.pop()
-        self.exp_avg = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
+        # Float32, or float64 for the tests that use it.
+        wide = buffers.grads.dtype
+        of_moments = [
+            dtype if dtype == torch.bfloat16 else wide
+            for dtype in (precision.exp_avg, precision.exp_avg_sq)
+        ]
+        self.exp_avg = torch.zeros(numel, dtype=of_moments[0], device=device)
         """First moments of the elements that this rank owns, one bucket after the other."""
-        self.exp_avg_sq = torch.zeros(numel, dtype=buffers.grads.dtype, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=of_moments[1], device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_decay = torch.full((), weight_decay, dtype=torch.float32, device=device)
         """Weight decay on the device, used if it changes. See [Note: weight decay on the device]."""
@@ -169,6 +196,7 @@ class Optimizer:
         params_norm: bool = False,
         count_zeros_of: int | None = None,
         spikes: SpikeDetector | None = None,
+        precision: StatePrecision = FLOAT32_STATE,
     ) -> Optimizer:
         """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
         return cls(
@@ -186,6 +214,7 @@ class Optimizer:
             count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
             spikes=spikes,
+            precision=precision,
         )
 
     def _counted(
@@ -224,13 +253,17 @@ class Optimizer:
         )
 
     def _slices_by_decay(self, weight_decay: float | Tensor) -> list[Slices]:
-        """Return the slices that this rank updates, by weight decay and dtype of their gradients."""
-        ranges = self.buffers.owned_ranges()
+        """Return the slices that this rank updates.
+
+        Slices are apart by weight decay, by the dtype of their gradients, and by `_stands_apart`.
+        """
+        alike: dict[tuple[bool, bool, bool], list[FlatRange]] = {}
+        for item in self.buffers.owned_ranges():
+            kind = (item.decay, item.part.low, self._stands_apart(item.part))
+            alike.setdefault(kind, []).append(item)
         return [
-            self._slices_of(alike, weight_decay if decay else 0.0)
-            for decay in (True, False)
-            for low in (True, False)
-            if (alike := [item for item in ranges if (item.decay, item.part.low) == (decay, low)])
+            self._slices_of(items, weight_decay if decay else 0.0)
+            for (decay, _, _), items in alike.items()
         ]
 
     def set_lr(self, lr: float) -> None:
@@ -286,20 +319,28 @@ class Optimizer:
         )
         if self._statistics is not None:
             self._statistics.before_update()
-        run_on(self._slices, self._run, control)
+        if self._writes_weights:
+            self.buffers.wait_params()
+        self._run(self._slices, control)
         if self._statistics is not None:
             self._statistics.after_update()  # before the gather of the parameters begins
-        self.write_params()
+        self.write_params(by_update=self._writes_weights)
         self._stats.grad_norm.copy_(norm)
         self._stats.nonfinite.copy_(nonfinite)
         self._stats.skipped.copy_(skip)
         return self._stats
 
     @torch.no_grad()
-    def write_params(self) -> None:
-        """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded."""
+    def write_params(self, *, by_update: bool = False) -> None:
+        """Copy the masters to the parameters, one copy per bucket; call it after masters are loaded.
+
+        The weights of pairs are written with their masters, so ranks only gather them.
+
+        Args:
+            by_update: the update has written all weights, so ranks only gather them.
+        """
         self.buffers.wait_params()
-        for bucket, master in self._low_masters:
+        for bucket, master in () if by_update else self._low_masters:
             self.buffers.owned_params(bucket).copy_(master)
         self.buffers.gather_params()
 
@@ -309,6 +350,15 @@ class Optimizer:
         self.buffers.wait_params()
         for bucket, master in self._low_masters:
             master.copy_(self.buffers.owned_params(bucket))
+        self.remainders.zero_()
+
+    def _has_pairs(self, part: BufferPart) -> bool:
+        """Return whether the masters of a part are its weights and remainders."""
+        return self.precision.remainders and part.dtype == torch.bfloat16
+
+    def _stands_apart(self, part: BufferPart) -> bool:
+        """Return whether slices of a part have tensors that those of float32 parameters lack."""
+        return part.dtype == torch.bfloat16 and self._writes_weights
 
     def _master_of(self, bucket: Bucket) -> Tensor:
         """Return this rank's masters of a bucket: its float32 parameters, or a float32 copy of bf16."""
@@ -316,11 +366,12 @@ class Optimizer:
         return params.float() if bucket.part.dtype == torch.bfloat16 else params
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Return this rank's state as 1-D float32 views by global name.
+        """Return this rank's state as 1-D views by global name.
 
         To load a state, write into the views and call ``write_params()``. Names are
         ``master/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>`` and ``step``. The master of a
         float32 parameter is the parameter itself. ``step`` has one element, the same on all ranks.
+        A pair has ``remainder/<name>`` in place of ``master/<name>``; see `pairs`.
         The shards of all ranks together determine every parameter. A single owner has whole tensors.
         With several owners, a view begins at the element that ``state_starts`` returns, and a
         parameter of which the rank owns no element is absent.
@@ -329,23 +380,40 @@ class Optimizer:
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
                 in_state = self._state_slice(slot.bucket, *owned)
-                shards[f"master/{slot.name}"] = self._master(slot.bucket, *owned)
+                master = self._master(slot.bucket, *owned)
+                if isinstance(master, Tensor):
+                    shards[f"master/{slot.name}"] = master
+                else:
+                    shards[f"remainder/{slot.name}"] = master.remainders
                 shards[f"exp_avg/{slot.name}"] = self.exp_avg[in_state]
                 shards[f"exp_avg_sq/{slot.name}"] = self.exp_avg_sq[in_state]
         shards["step"] = self.steps.view(1)
         return shards
+
+    def pairs(self) -> dict[str, MasterPair]:
+        """Return this rank's masters that are pairs, by the name of the parameter.
+
+        Each begins at the element of ``master/<name>`` in `state_starts`. After a change of masters,
+        ``write_params()`` gives the weights to the other ranks.
+        """
+        masters = {
+            slot.name: self._master(slot.bucket, *owned)
+            for slot in self.buffers.layout.slots
+            if (owned := self._owned_part(slot)) is not None
+        }
+        return {name: pair for name, pair in masters.items() if isinstance(pair, MasterPair)}
 
     def state_starts(self) -> dict[str, int]:
         """Return the index in the flattened tensor at which each view of ``state_shards`` begins."""
         starts = {"step": 0}
         for slot in self.buffers.layout.slots:
             if (owned := self._owned_part(slot)) is not None:
-                kinds = ("master", "exp_avg", "exp_avg_sq")
+                kinds = ("master", "remainder", "exp_avg", "exp_avg_sq")
                 starts |= {f"{kind}/{slot.name}": owned[0] - slot.start for kind in kinds}
         return starts
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> unsharded shape of every tensor of the state."""
+        """Return name -> unsharded shape of every tensor of the state; a pair is one master."""
         shapes: dict[str, tuple[int, ...]] = {"step": (1,)}
         for slot in self.buffers.layout.slots:
             shapes |= {
@@ -375,8 +443,16 @@ class Optimizer:
                     f"optimizer state {name} has {state[name].numel()} elements, expected {math.prod(shape)}."
                 )
         starts = self.state_starts()
+
+        def stored(name: str, numel: int) -> Tensor:
+            return state[name].reshape(-1)[starts[name] : starts[name] + numel]
+
+        for name, pair in self.pairs().items():
+            values = stored(f"master/{name}", pair.numel())
+            pair.set(values.to(self.buffers.device, torch.float32))
         for name, view in self.state_shards().items():
-            view.copy_(state[name].reshape(-1)[starts[name] : starts[name] + view.numel()])
+            if not name.startswith("remainder/"):
+                view.copy_(stored(name, view.numel()))
         self.write_params()
 
     def _owned_pieces(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -405,21 +481,58 @@ class Optimizer:
         return slice(start + shift, end + shift)
 
     def _slices_of(self, ranges: list[FlatRange], weight_decay: float | Tensor) -> Slices:
+        """Return slices of ranges of one kind; see `_slices_by_decay`."""
         longest = MAX_CONVERTED_ELEMENTS if ranges[0].part.low else MAX_SLICE_ELEMENTS
         pieces = [
             (item.bucket, start, min(start + longest, item.end))
             for item in ranges
             for start in range(item.start, item.end, longest)
         ]
+        masters = [self._master(*piece) for piece in pieces]
+        pairs = [master for master in masters if isinstance(master, MasterPair)]
+        params = [
+            master.weights if isinstance(master, MasterPair) else master for master in masters
+        ]
+        apart = self._stands_apart(ranges[0].part)
         return Slices(
             weight_decay=weight_decay,
-            params=[self._master(*piece) for piece in pieces],
+            params=params,
             grads=[self.buffers.gradients(start, end) for _, start, end in pieces],
             exp_avgs=[self.exp_avg[self._state_slice(*piece)] for piece in pieces],
             exp_avg_sqs=[self.exp_avg_sq[self._state_slice(*piece)] for piece in pieces],
+            weights=[self._weights(*piece) for piece in pieces] if apart and not pairs else (),
+            remainders=[pair.remainders for pair in pairs],
+            numbers=[self._numbers(start, end) for _, start, end in pieces]
+            if self.precision.draws or self.implementation == "triton"
+            else (),
+            stochastic=self.precision.draws,
         )
 
-    def _master(self, bucket: int, start: int, end: int) -> Tensor:
+    def _numbers(self, start: int, end: int) -> ElementNumbers:
+        """Return the numbers of elements ``[start, end)`` of the gradient buffer."""
+        # The rank decides only which copy of a piece is saved.
+        shards = {
+            name: ShardedParameter(name=name, parameter=item, shard=shard_of(item, 1), rank=0)
+            for name, item in self.buffers.parameters.items()
+        }
+        return ElementNumbers.in_slice(
+            self.buffers.layout.slots,
+            shards,
+            start,
+            end,
+            self.precision.seed,
+            self.buffers.device,
+        )
+
+    def _master(self, bucket: int, start: int, end: int) -> Masters:
         """Return the masters of elements ``[start, end)`` of the gradient buffer."""
+        offset, masters = self._owned[bucket][0], self._masters[bucket]
+        if isinstance(masters, MasterPair):
+            return masters.part(start - offset, end - offset)
+        return masters[start - offset : end - offset]
+
+    def _weights(self, bucket: int, start: int, end: int) -> Tensor:
+        """Return the bf16 parameters of elements ``[start, end)`` of the gradient buffer."""
+        owned = self.buffers.owned_params(self.buffers.layout.buckets[bucket])
         offset = self._owned[bucket][0]
-        return self._masters[bucket][start - offset : end - offset]
+        return owned[start - offset : end - offset]

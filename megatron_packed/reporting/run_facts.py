@@ -87,7 +87,7 @@ def _model(config: RunConfig, vocab_size: int) -> dict[str, Any]:
         "vocabulary": vocab_size,
         "parameters": counts.total,
         "active_parameters": counts.active,
-        "precision": config.training.precision,
+        "precision": config.precision,
     }
 
 

@@ -30,6 +30,7 @@ _TOKENS = (*keys_deciding("data", "chat"), *_TOKENIZER)
 """Options that decide which tokens a run trains on."""
 _PACKS = keys_deciding("packs")
 _TRAINED = keys_deciding("trained parameters")
+_STATE = keys_deciding("optimizer state")
 _PHASE_MODEL = frozenset(field.flag for field in section_fields(ModelConfig) if field.option.phase)
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
 _EARLIER_RULES = (
@@ -278,6 +279,22 @@ def _optimizer_refusal(run: AskedRun, stored: Resumed) -> str | None:
     )
 
 
+def _state_refusal(run: AskedRun, stored: Resumed) -> str | None:
+    """Return why a run cannot resume with moments of other data types; None if it can."""
+    if stored.has_new_packs or not run.config.checkpoint.load_optim:
+        return None
+    # Moments of versions without these options were float32.
+    fp32 = {key.removeprefix("optim."): "fp32" for key in _STATE}
+    optim = {**fp32, **stored.options.get("optim", {})}
+    changed, cure = run.changes({"optim": optim}, _STATE)
+    if not changed:
+        return None
+    return (
+        f"has moments of other data types: {changed}; {cure} to "
+        "resume, or give --begin-phase NAME with a new name to convert them"
+    )
+
+
 TABLE = (
     ChangeRule(("training.bf16",), _precision_refusal, CheckpointUse.ANY),
     ChangeRule(("model.make_vocab_size_divisible_by",), _padding_refusal, CheckpointUse.FINE_TUNE),
@@ -294,5 +311,6 @@ TABLE = (
     ChangeRule(_TRAINED, _frozen_refusal),
     ChangeRule(("optim", "training"), _schedule_refusal, noted="always"),
     ChangeRule(("checkpoint.save_optim",), _optimizer_refusal),
+    ChangeRule(_STATE, _state_refusal),
 )
 """Meaning of changes, in the order in which they are refused."""

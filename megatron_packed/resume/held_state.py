@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -45,14 +45,47 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
             yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
     if optimizer is None:
         return
-    starts, buffers = optimizer.state_starts(), optimizer.buffers
+    yield from held_optimizer_state(model, optimizer)
+
+
+def held_optimizer_state(
+    model: HybridModel, optimizer: Optimizer, targets: Mapping[str, Tensor] | None = None
+) -> Iterator[Held]:
+    """Yield this rank's shards of the optimizer state.
+
+    Masters that are pairs of weight and remainder are shards of float32 masters, whose values a save
+    computes.
+
+    Args:
+        targets: name of `Optimizer.state_shards` or master of a pair -> tensor of equal length, which
+            the shards view in place of the state.
+    """
+    parameters, buffers, starts = (
+        model.sharded_parameters(),
+        optimizer.buffers,
+        optimizer.state_starts(),
+    )
+    pairs = {f"master/{name}": pair for name, pair in optimizer.pairs().items()}
+    views = {
+        name: view
+        for name, view in optimizer.state_shards().items()
+        if not name.startswith("remainder/")
+    }
+    views |= {
+        name: torch.empty(pair.numel(), dtype=torch.float32, device="meta")
+        for name, pair in pairs.items()
+    }
     has_one_owner = {
         slot.name: buffers.owners(slot.part).size == 1 for slot in buffers.layout.slots
     }
-    for name, view in optimizer.state_shards().items():
+    for name, state in views.items():
         kind, _, of = name.partition("/")
+        target = None if targets is None else targets.get(name)
+        view = state if target is None else target
+        compute = pairs[name].values if name in pairs and target is None else None
         if name == "step":
-            yield Held(TensorShard.whole("optimizer/step", view), owned=first, replicated=True)
+            first_tp = model.tp.rank == 0
+            yield Held(TensorShard.whole("optimizer/step", view), owned=first_tp, replicated=True)
         # float32 parameters are their own masters, and are saved once.
         elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
             yield from held_parameter(
@@ -61,11 +94,18 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
                 view,
                 starts[name],
                 replicated=has_one_owner[of],
+                compute=compute,
             )
 
 
 def held_parameter(
-    name: str, sharded: ShardedParameter, view: Tensor, start: int = 0, *, replicated: bool = True
+    name: str,
+    sharded: ShardedParameter,
+    view: Tensor,
+    start: int = 0,
+    *,
+    replicated: bool = True,
+    compute: Callable[[int, int], Tensor] | None = None,
 ) -> Iterator[Held]:
     """Yield the parts of the unsharded tensor that ``view`` holds.
 
@@ -76,6 +116,7 @@ def held_parameter(
             the same shape.
         start: index of the first element of ``view`` in this rank's flattened part.
         replicated: see `Held`.
+        compute: function that computes values of ``view``, see `TensorShard`.
     """
     for piece in sharded.stored_pieces():
         extent = Extent(
@@ -94,6 +135,11 @@ def held_parameter(
             if first < last:
                 parts = its_extent.cut(first - at, last - at)
                 for shard in shards_of(
-                    name, tuple(sharded.stored_shape), parts, view[first - start : last - start]
+                    name,
+                    tuple(sharded.stored_shape),
+                    parts,
+                    view[first - start : last - start],
+                    compute,
+                    first - start,
                 ):
                     yield Held(shard, piece.owned, replicated, sharded.is_expert)

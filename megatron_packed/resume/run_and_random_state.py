@@ -43,9 +43,11 @@ from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
 from megatron_packed.resume.compared_runs import AskedRun, Resumed
 from megatron_packed.resume.held_state import Held, held_state
+from megatron_packed.resume.loaded_optimizer_state import LoadedOptimizerState
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
+    from megatron_packed.checkpoint.manifest import Manifest
 
 
 @dataclass(eq=False)
@@ -215,7 +217,9 @@ class RunState:
         # checkpoint has been verified.
         rng, resumes = RngState.capture(self._device), not options.finetune
         optimizer = self.optimizer if options.load_optim and resumes else None
-        wanted = [held.shard for held in held_state(self.model, optimizer)]
+        self.optimizer.buffers.wait_params()
+        wanted = [held.shard for held in held_state(self.model)]
+        state = None if optimizer is None else LoadedOptimizerState(self.model, optimizer)
         if options.load_rng and resumes:
             wanted += self._rng_shards(rng)
 
@@ -224,6 +228,11 @@ class RunState:
                 return refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
             problem = refusal_of_use(CheckpointUse.RESUME, self.run, metadata)
             return problem or self.callback_states.refusal(metadata)
+
+        def more_wanted(manifest: Manifest) -> list[TensorShard]:
+            of_optimizer = [] if state is None else state.wanted(manifest)
+            of_callbacks = self.callback_states.wanted(manifest) if resumes else []
+            return [*of_optimizer, *of_callbacks]
 
         unwanted = ("rng/", "callback/", *(() if optimizer else ("optimizer/",)))
         show = self.show and self.groups.rank == 0
@@ -236,13 +245,17 @@ class RunState:
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
                 allow_extra=("",) if options.allows_missing else unwanted,
                 accept=refused,
-                more_wanted=self.callback_states.wanted if resumes else None,
+                more_wanted=more_wanted,
                 warn=None if self.show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
-        # Masters still hold the start values, which the next step would copy over the weights.
-        if optimizer is None:
+        if state is None:
+            # Masters still hold the start values, which the next step would copy over the weights.
             self.optimizer.reset_masters()
+        else:
+            self._reset_masters(loaded.missing)
+            state.convert()
+            self._round_weights(loaded.metadata)
         self.original = loaded.metadata.get(ORIGINAL)
         if resumes:
             self._go_on(loaded, rng if options.load_rng else None)
@@ -254,7 +267,6 @@ class RunState:
         Args:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
-        self._reset_masters(loaded.missing)
         metadata, run, spikes = loaded.metadata, self.run, self.optimizer.spikes
         resumed = Resumed(metadata, run.config.checkpoint.begin_phase)
         self.resumed = resumed
@@ -288,9 +300,25 @@ class RunState:
         starts = self.optimizer.state_starts()
         for name, state in self.optimizer.state_shards().items():
             kind, _, parameter = name.partition("/")
-            if kind == "master" and f"optimizer/{name}" in missing:
+            if f"optimizer/master/{parameter}" not in missing:
+                continue
+            if kind == "remainder":  # The master is a pair, and the weight is its other half.
+                state.zero_()
+            elif kind == "master":
                 weights = self.model.get_parameter(parameter).view(-1)
                 state.copy_(weights[starts[name] : starts[name] + state.numel()])
+
+    def _round_weights(self, metadata: Metadata) -> None:
+        """Round the weights again if masters of the run or of the checkpoint may be pairs.
+
+        A pair rounds a master halfway between two bf16 numbers up, and others round it to the even
+        number. Ranks that own no master of a weight have loaded the checkpoint's weight.
+        """
+        config = metadata["config"]
+        stored = config.get("optim", {}).get("use_precision_aware_optimizer", False)
+        imported = "packing" not in config
+        if stored or imported or self.optimizer.precision.remainders:
+            self.optimizer.write_params()
 
     @property
     def _layout(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from megatron_packed.models.run_model import build_model, trained_elements
 from megatron_packed.models.tensor_overlap import connect_overlap, unfused_lines
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.optim.spikes import SpikeDetector
+from megatron_packed.optim.state_precision import StatePrecision
 from megatron_packed.training.train_step import TrainStep
 
 
@@ -114,6 +115,7 @@ def job_of_model(model: HybridModel, config: RunConfig, groups: ParallelGroups) 
         spikes=SpikeDetector.from_config(
             config.training, groups.device, groups.world_group if groups.tp.size > 1 else None
         ),
+        precision=StatePrecision.from_config(config),
     )
     # The weights of a stage are gathered while the previous stages compute.
     if config.gathers_during_next_step:

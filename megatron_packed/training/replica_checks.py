@@ -9,7 +9,8 @@ owner, and every replica holds the same bits. A checked step compares both after
 complete and before its update. At that time, the cast from the masters and the gather of parameters
 have not yet overwritten a weight that changed since the last update. The gradients that such a
 weight has spoiled are not yet applied either. A second comparison follows the update, before a
-checkpoint is saved.
+checkpoint is saved. If masters are the weights with remainders, replicas are compared with the
+weights of their owner, and remainders with those of other owners of the same elements.
 
 [Note: how a sum of gradients is checked]
 Sums of floating-point numbers depend on their order, so a second sum need not have the same bits.
@@ -180,7 +181,8 @@ class ReplicaCheck:
     def _hashes_of_masters(self) -> Tensor:
         """Return the hash of each span's masters, rounded to bf16 by the span's owner.
 
-        The hash is 0 for parameters without masters, that is, float32 parameters.
+        The hash is 0 for parameters without masters, that is, float32 parameters. A master that is a
+        pair has the weight as its rounded value.
         """
         masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
         hashes = torch.zeros(len(self._spans), dtype=torch.int64, device=self.buffers.device)
@@ -188,6 +190,9 @@ class ReplicaCheck:
             owned = span.owner == self.buffers.owners(span.slot.part).rank
             if owned and span.slot.dtype == torch.bfloat16:
                 name = f"master/{span.slot.name}"
+                if name not in masters:
+                    hashes[number] = bit_hash(self._held(span))
+                    continue
                 first = span.slot.start + starts[name]
                 master = masters[name][span.start - first : span.end - first]
                 hashes[number] = bit_hash(master, torch.bfloat16)
@@ -213,13 +218,11 @@ class ReplicaCheck:
                 self.buffers.owners(slot.part).size == 1
                 and self._replicas(slot.part.expert) is not None
             ):
-                kinds = (
-                    "exp_avg",
-                    "exp_avg_sq",
-                    *(("master",) if slot.dtype == torch.bfloat16 else ()),
-                )
-                for kind in kinds:
-                    yield (slot.part.expert, f"{kind}/{slot.name}"), state[f"{kind}/{slot.name}"]
+                of_masters = ("master", "remainder") if slot.dtype == torch.bfloat16 else ()
+                for kind in ("exp_avg", "exp_avg_sq", *of_masters):
+                    name = f"{kind}/{slot.name}"
+                    if name in state:
+                        yield (slot.part.expert, name), state[name]
         persistent = self.model.state_dict()
         for name, buffer in self.model.named_buffers():
             if name in persistent:
@@ -234,7 +237,10 @@ class ReplicaCheck:
         group = self.buffers.owners(span.slot.part).group
         if group is None:
             return "than its own rounded masters"
-        return f"than the rounded masters of rank {dist.get_process_group_ranks(group)[span.owner]}"
+        # The weights of pairs are themselves the rounded masters.
+        pairs = self.optimizer.precision.remainders
+        what = "weights that are updated by" if pairs else "rounded masters of"
+        return f"than the {what} rank {dist.get_process_group_ranks(group)[span.owner]}"
 
     # ----------------------------------------------------------------------------------------------------
     # gradients

@@ -42,7 +42,7 @@ The last micro-batch is a separate part only if the gradient reduction overlaps 
 """
 
 
-_OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "lr", "weight_decay", "steps")
+_OPTIMIZER_TENSORS = ("exp_avg", "exp_avg_sq", "remainders", "lr", "weight_decay", "steps")
 """Attributes of the optimizer that a step reads or writes."""
 
 

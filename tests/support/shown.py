@@ -107,7 +107,7 @@ OTHERS = {
         "token numbers",
     ),
     "Prompt format": ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
-    "Precision": ("float32", "bf16"),
+    "Precision": ("float32", "bf16", "bf16 moments, masters with remainders"),
     "Parallelism": ("pipeline", "CP a2a+p2p"),
 }
 """Other columns, each with its rows."""

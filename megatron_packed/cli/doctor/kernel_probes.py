@@ -24,6 +24,7 @@ from megatron_packed.models.isolation import VOCAB, observe, small_config
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.trace import calls_of_ops
 from megatron_packed.optim import adamw
+from megatron_packed.optim.stochastic_rounding import ElementNumbers
 from megatron_packed.packed.micro_batch import MicroBatch
 
 _TOKENS = 512
@@ -150,10 +151,16 @@ def _adamw_difference(backend: str) -> float:
     def updated(name: str) -> Tensor:
         draw = torch.Generator().manual_seed(0)
         params, grads, averages, squares = (
-            [torch.rand(1000, generator=draw).to(device)] for _ in range(4)
+            [torch.rand(1024, generator=draw).to(device)] for _ in range(4)
         )
+        run = torch.tensor([[0, 1024, 0, 0, 0, 0, 0, 0]], device=device)
         slices = adamw.Slices(
-            weight_decay=0.1, params=params, grads=grads, exp_avgs=averages, exp_avg_sqs=squares
+            weight_decay=0.1,
+            params=params,
+            grads=grads,
+            exp_avgs=averages,
+            exp_avg_sqs=squares,
+            numbers=[ElementNumbers(runs=run, listed=run[0, :0])],
         )
         op.chosen[name, inputs].loaded.run([slices], control)
         return params[0]

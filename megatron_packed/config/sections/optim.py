@@ -48,6 +48,16 @@ CONSTANT_WEIGHT_DECAY = Condition(
 )
 
 
+BF16_MOMENTS = Condition("all moments are fp32", lambda run, processes: run.optim.has_bf16_moments)
+BF16_STATE = Condition(
+    "weights and moments are fp32",
+    lambda run, processes: run.training.bf16 or run.optim.has_bf16_moments,
+)
+_NOT_BUILT_MOMENTS = dict.fromkeys(
+    ("fp16", "fp8"), "give bf16, which has the range of fp32 and needs no scale"
+)
+
+
 class ScheduleOptions(Section, group=RATE):
     """Options of the learning-rate schedule."""
 
@@ -190,14 +200,50 @@ class WeightDecayOptions(Section, group=DECAY, only_if=TRAINS):
 class OptimizerConfig(  # dataclass fields follow the bases from right to left
     WeightDecayOptions, ScheduleOptions, title="optim", group="Adam"
 ):
-    """Options of AdamW with fp32 masters and of the learning-rate schedule. Rules that need
-    the length of the run are in ``cross_rules.py``.
+    """Options of AdamW and of the learning-rate schedule. Rules that need the length of the run are
+    in ``cross_rules.py``.
     """
 
     optimizer_backend: str = option(
         "auto",
         "Implementation of the optimizer step; auto uses the fastest that supports the run.",
-        choices=("auto", "torch", "transformer_engine", "apex"),
+        choices=("auto", "torch", "transformer_engine", "apex", "triton"),
+    )
+    use_precision_aware_optimizer: bool = option(
+        False,
+        "Store the master of a bf16 weight as the weight and a 16-bit remainder, and allow bf16 "
+        "moments. The pair holds all 32 bits of the master.",
+        only_if=(TRAINS, BF16_STATE),
+    )
+    main_params_dtype: str = option(
+        "fp32",
+        "Precision of master weights.",
+        choices=("fp32",),
+        not_built={"fp16": "give fp32; masters of bf16 weights take 2 bytes beside the weight"},
+        only_if=TRAINS,
+    )
+    exp_avg_dtype: str = option(
+        "fp32",
+        "Data type of Adam's first moments; bf16 needs --use-precision-aware-optimizer.",
+        choices=("fp32", "bf16"),
+        not_built=_NOT_BUILT_MOMENTS,
+        only_if=TRAINS,
+        resume="optimizer state",
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32",
+        "Data type of Adam's second moments; bf16 needs --use-precision-aware-optimizer.",
+        choices=("fp32", "bf16"),
+        not_built=_NOT_BUILT_MOMENTS,
+        only_if=TRAINS,
+        resume="optimizer state",
+    )
+    moment_rounding: str = option(
+        "stochastic",
+        "Rounding of bf16 moments. Rounded to nearest, as TransformerEngine does, a moment no "
+        "longer changes once its changes are below 1/512 of it.",
+        choices=("stochastic", "nearest"),
+        only_if=(TRAINS, BF16_MOMENTS),
     )
     clip_grad: float = option(
         1.0,
@@ -230,6 +276,29 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
     def weight_decay_changes(self) -> bool:
         return self.weight_decay_incr_style != "constant"
 
+    def state_words(self, bf16: bool) -> str:
+        """Return words about a state of low precision, to follow those about the weights.
+
+        Args:
+            bf16: the weights are bf16.
+        """
+        pairs = (
+            " in 2 bytes beside the weight" if self.use_precision_aware_optimizer and bf16 else ""
+        )
+        dtypes = {"first": self.exp_avg_dtype, "second": self.exp_avg_sq_dtype}
+        low = [moment for moment, dtype in dtypes.items() if dtype == "bf16"]
+        if not low:
+            return pairs
+        rounding = (
+            "rounded to nearest" if self.moment_rounding == "nearest" else "rounded stochastically"
+        )
+        which = "" if len(low) == 2 else f"{low[0]} "
+        return f"{pairs}, bf16 {which}moments ({rounding})"
+
+    @property
+    def has_bf16_moments(self) -> bool:
+        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
     def rules(self, sound: Sound) -> Problems:
         yield from super().rules(sound)
         lengths_sound = sound("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
@@ -245,6 +314,17 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
                 "give the number of iterations of the final decay",
             )
         yield from self._weight_decay_rules(sound)
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if (
+                sound("use_precision_aware_optimizer", name)
+                and not self.use_precision_aware_optimizer
+                and getattr(self, name) != "fp32"
+            ):
+                yield self.problem(
+                    name,
+                    "needs --use-precision-aware-optimizer",
+                    "give it, or leave this option out",
+                )
 
     def _weight_decay_rules(self, sound: Sound) -> Problems:
         """Yield problems of a rising weight decay; the limits are Megatron's."""

@@ -292,7 +292,7 @@ class TrainingConfig(  # dataclass fields follow the bases from right to left
 
     @property
     def precision(self) -> str:
-        """Dtypes of the training, in words."""
+        """Data types of weights and masters, in words."""
         return "bf16 with fp32 masters" if self.bf16 else "fp32"
 
     @property

@@ -24,6 +24,7 @@ from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate.live_memory import Peak
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, StepMemory, Work
 from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.optim.state_precision import FLOAT32_STATE, StatePrecision
 
 GIB, MIB = 2**30, 2**20
 CONTEXT = 600 * MIB
@@ -96,6 +97,7 @@ def estimate(
     tail: int = 0,
     graphs: CudaGraphConfig | None = None,
     with_optimizer: bool = True,
+    precision: StatePrecision = FLOAT32_STATE,
     communicators: int = 0,
     symmetric: int = 0,
     known_units: KnownUnits | None = None,
@@ -110,6 +112,7 @@ def estimate(
         tail: number of elements after the gradients in their buffer.
         graphs: configuration of CUDA graphs; None captures nothing.
         with_optimizer: False leaves out master weights and moments.
+        precision: precision of master weights and moments.
         communicators: number of NCCL communicators of this rank.
         symmetric: bytes of symmetric memory of this rank.
         known_units: layers that estimates of other configurations have measured.
@@ -124,7 +127,7 @@ def estimate(
         static=Static(
             parameters=parameter_bytes(layout) + _frozen_bytes(model),
             gradients=gradient_bytes(layout, tail, rounds_once=rounds_once),
-            optimizer=optimizer_bytes(layout) if with_optimizer else 0,
+            optimizer=optimizer_bytes(layout, precision) if with_optimizer else 0,
             tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
             workspaces=workspaces if model.backends.deterministic else 0,
         ),
@@ -163,21 +166,27 @@ def _frozen_bytes(model: HybridModel) -> int:
     return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
 
-def optimizer_bytes(layout: FlatLayout) -> int:
+def optimizer_bytes(layout: FlatLayout, precision: StatePrecision = FLOAT32_STATE) -> int:
     """Return the bytes of optimizer state that one rank owns; equal on all ranks.
 
-    Every owned parameter has two moments, and a bf16 parameter also has a master weight.
+    Every owned parameter has two moments, and a bf16 parameter also has a master weight or a
+    remainder.
     """
+    moments = sum(
+        (dtype if dtype == torch.bfloat16 else _wide(layout)).itemsize
+        for dtype in (precision.exp_avg, precision.exp_avg_sq)
+    )
+    master = (torch.int16 if precision.remainders else torch.float32).itemsize
     total = 0
     for bucket in layout.buckets:
         start, end = layout.owned_span(bucket, 0)
-        masters = torch.float32.itemsize if bucket.part.dtype == torch.bfloat16 else 0
-        total += (end - start) * (masters + 2 * _wide(layout).itemsize)
+        masters = master if bucket.part.dtype == torch.bfloat16 else 0
+        total += (end - start) * (masters + moments)
     return total
 
 
 def _wide(layout: FlatLayout) -> torch.dtype:
-    """Return the dtype of gradients and moments."""
+    """Return the dtype of gradients, and of moments that are not bf16."""
     return (
         torch.float64
         if any(part.dtype == torch.float64 for part in layout.parts)

@@ -34,6 +34,7 @@ from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import symmetric_bytes
 from megatron_packed.models.trace import Imagined
+from megatron_packed.optim.state_precision import StatePrecision
 from megatron_packed.torch_private import compiler_not_imported
 
 EVERY_RANK = "every rank"
@@ -108,6 +109,7 @@ def estimates_of(
             ),
             tail=tail,
             graphs=config.cuda_graph,
+            precision=StatePrecision.from_config(config),
             communicators=communicators_of(groups),
             symmetric=symmetric_bytes(config, dtype_of(config)) + exchange_bytes(config),
             known_units=known,

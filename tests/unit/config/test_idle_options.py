@@ -220,6 +220,12 @@ CASES = {
         "the run has no warm-up": "lr_warmup_init",
         "is not WSD": "lr_wsd_decay_iters lr_wsd_decay_style",
     },
+    "--use-precision-aware-optimizer --moment-rounding nearest": {
+        "weights and moments are fp32": "use_precision_aware_optimizer",
+        "all moments are fp32": "moment_rounding",
+    },
+    "--bf16 --use-precision-aware-optimizer": {},
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --moment-rounding nearest": {},
     "--weight-decay-incr-iters 9": {
         "--weight-decay-incr-style is constant": "weight_decay_incr_iters"
     },

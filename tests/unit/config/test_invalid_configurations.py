@@ -104,7 +104,7 @@ INVALID = {
         "is not 1024, to which 1000 tokens are padded as a multiple of 256"
     ),
     "--optimizer sgd --dataloader-type cyclic": {
-        "--optimizer": "AdamW with fp32 states",
+        "--optimizer": "AdamW is the only optimizer",
         "--dataloader-type": "single data loader",
     },
     "--save empty --save-interval 4 --save-retain-interval 6": "give 4 or 8",
@@ -259,6 +259,16 @@ INVALID = {
     "--loss-spike-factor 1": "> 1",
     "--eval-interval 5 --eval-iters -1": ">= 0",
     "--lr-decay-style inverse-square-root": "cosine",
+    "--exp-avg-dtype bf16": "--use-precision-aware-optimizer",
+    "--exp-avg-sq-dtype bf16": "--use-precision-aware-optimizer",
+    "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp8": {
+        "--exp-avg-dtype": "give bf16",
+        "--exp-avg-sq-dtype": "give bf16",
+    },
+    "--use-precision-aware-optimizer --main-params-dtype fp16": {
+        "--main-params-dtype": "give fp32"
+    },
+    "--optimizer muon": "AdamW",
     "--train-iters 0": ">= 1",
     "--seed -1": ">= 0",
     "--attention-backend flash_atn_2": "flash_attn_2",

@@ -54,6 +54,8 @@ class Source(NamedTuple):
 
     tensor: str
     layer: int | None
+    weight: str | None = None
+    """Bf16 tensor of which ``tensor`` holds the remainders of float32 masters; None for values."""
 
 
 @dataclass(frozen=True, kw_only=True)

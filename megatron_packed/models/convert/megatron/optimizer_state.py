@@ -3,7 +3,8 @@
 Optimizers that Megatron saves in any layout (``fully_sharded_model_space``, ``fully_reshardable``,
 and optimizers that are not distributed) have a tensor ``optimizer.state.KIND.NAME`` for each tensor
 NAME of the model, of the same shape. KIND is ``exp_avg``, ``exp_avg_sq``, or for the float32 values
-of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``.
+of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``. The precision-aware optimizer
+saves int16 remainders of bf16 parameters as ``param``.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _read_state(
     steps, iteration = _steps(source, groups), _iteration(source)
     samples, tokens = _samples(source, iteration)
     found = {
-        kind: dict(_sources(source, parameters, stored.get(kind, {})))
+        kind: dict(_sources(source, parameters, kind, stored.get(kind, {})))
         for kind in (FIRST, SECOND, MASTER)
     }
     tensors: dict[str, tuple[Weight, Any]] = {}
@@ -179,7 +180,7 @@ def _check_exact(
 
 
 def _sources(
-    source: TorchDist, parameters: NamedWeights, names: Mapping[str, str]
+    source: TorchDist, parameters: NamedWeights, kind: str, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Source]]:
     """Yield the tensors of one kind for the parts of all parameters."""
     for part, model in parameters.sources.items():
@@ -187,14 +188,17 @@ def _sources(
         if name is None:
             continue
         stored, expected = source.tensors[name], source.tensors[model.tensor]
-        if stored.shape != expected.shape or not stored.dtype.is_floating_point:
+        dtypes = (stored.dtype, expected.dtype)
+        remainders = kind == MASTER and dtypes == (torch.int16, torch.bfloat16)
+        valid = remainders or stored.dtype.is_floating_point
+        if stored.shape != expected.shape or not valid:
             raise CheckpointError(
                 f"{name} is {list(stored.shape)} of {stored.dtype}, but its parameter is "
                 f"{list(expected.shape)}",
                 path=source.directory,
                 cure="save the checkpoint again",
             )
-        yield part, Source(name, model.layer)
+        yield part, Source(name, model.layer, model.tensor if remainders else None)
 
 
 def _values(value: Any, key: str, depth: int = _DEEPEST) -> Iterator[Any]:

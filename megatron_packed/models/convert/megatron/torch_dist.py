@@ -38,6 +38,7 @@ from megatron_packed.models.convert.megatron.pickle_process import (
 )
 from megatron_packed.models.convert.megatron.restricted_pickle import STORAGE_DTYPES, RefusedPickle
 from megatron_packed.models.convert.weight_rows import Shape
+from megatron_packed.optim.master_remainders import join_masters
 
 PICKLE = "/data.pkl"
 COMMON_STATE = "common_state/"
@@ -99,8 +100,15 @@ class TorchDist:
     def close(self) -> None:
         self._pickles.close()
 
-    def read(self, name: str, layer: int | None = None) -> Tensor:
-        """Return a whole tensor, or the entry ``layer`` of its first dimension."""
+    def read(self, name: str, layer: int | None = None, weight: str | None = None) -> Tensor:
+        """Return a whole tensor, or the entry ``layer`` of its first dimension.
+
+        Args:
+            weight: bf16 tensor of which tensor ``name`` holds the remainders (``master_remainders.py``),
+                to return the masters.
+        """
+        if weight is not None:
+            return join_masters(self.read(weight, layer), self.read(name, layer))
         stored = self.tensors[name]
         if layer is not None and stored.blocks is not None and stored.blocks[0] != stored.shape[0]:
             raise damage(self.directory, f"{name} has no block for each layer")
@@ -117,7 +125,9 @@ class TorchDist:
             tensor[tuple(slice(place, place + size) for place, size in places)] = values
         return tensor if stored.blocks is None else _of_blocks(tensor, stored.shape[first:])
 
-    def reader(self, places: Mapping[str, tuple[str, int | None]]) -> Callable[[str], Tensor]:
+    def reader(
+        self, places: Mapping[str, tuple[str, int | None, str | None]]
+    ) -> Callable[[str], Tensor]:
         """Return the function that reads the tensor at a place by the place's name."""
         return lambda name: self.read(*places[name])
 

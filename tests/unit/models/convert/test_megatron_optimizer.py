@@ -17,11 +17,13 @@ from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.models.convert.megatron import optimizer_state
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.convert.megatron.names import new_weights
+from megatron_packed.optim.master_remainders import split_masters
 from support import megatron_checkpoint as theirs
 from support.damaged_megatron import Runs, replace_pickle
 
 pytestmark = pytest.mark.usefixtures("reader")
 PREFIX = "optimizer.state"
+MASTER = "param"
 
 
 def converted(folder: Path, **options) -> tuple[dict[str, Tensor], Manifest, tuple[str, ...]]:
@@ -95,6 +97,33 @@ def test_moments_and_masters_of_any_cut_are_equal_to_the_bit(parts, master, tmp_
     assert (optim["weight_decay"], optim["clip_grad"], optim["lr_decay_iters"]) == (0.1, 0.5, None)
     [note] = notes
     assert "iteration 7 are imported: --load continues after 14 samples" in note
+
+
+def test_remainders_of_masters_and_low_moments_are_equal_to_the_bit(tmp_path):
+    """Checkpoints of Megatron's precision-aware optimizer; all masters are imported in float32."""
+    found = theirs.tensors(torch.bfloat16)
+    state = theirs.optimizer(found)
+    stored = {
+        name: tensor if f".{MASTER}." in name else tensor.bfloat16()
+        for name, tensor in state.items()
+    }
+    for name, tensor in found.items():
+        master = f"{PREFIX}.{MASTER}.{name}"
+        if tensor.dtype == torch.bfloat16 and master in state:
+            found[name], stored[master] = split_masters(state[master])
+    assert torch.int16 in {tensor.dtype for tensor in stored.values()}
+    args = theirs.TRAINED_ARGS
+    theirs.write(tmp_path / "c", {**found, **stored}, args, parts=2, more=theirs.TRAINED)
+    ours, _, _ = converted(tmp_path / "c", bf16=True)
+    model = from_megatron(tmp_path / "c", tmp_path / "again").model
+    wide = read_manifest(tmp_path / "again" / "step_00000007")
+    for name, tensor in expected(state, MASTER, model).items():
+        low = ours[f"model/{name}"].dtype == torch.bfloat16
+        assert torch.equal(ours[f"optimizer/master/{name}" if low else f"model/{name}"], tensor)
+        again = read_tensor(tmp_path / "again" / "step_00000007", f"model/{name}", wide)
+        assert torch.equal(again, tensor)
+    for name, tensor in expected(stored, "exp_avg", model).items():
+        assert torch.equal(ours[f"optimizer/exp_avg/{name}"], tensor.float())
 
 
 def test_weights_are_the_masters_of_a_checkpoint_without_them(tmp_path):

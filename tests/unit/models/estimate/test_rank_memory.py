@@ -24,10 +24,16 @@ from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
+from megatron_packed.optim.state_precision import StatePrecision
 from support.hybrid_cases import VOCAB, make_documents, make_pack, tiny_config
 from support.traced_units import most_by_purpose, saved_bytes, units_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
+PRECISIONS = (
+    StatePrecision(),
+    StatePrecision(exp_avg=BF16, exp_avg_sq=BF16, remainders=True),
+    StatePrecision(exp_avg=BF16),
+)
 LAYOUTS = {
     "one": {},
     "dp": {"world_size": 4},
@@ -74,7 +80,8 @@ def estimated(model, work=WORK):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["fp32", "bf16", "mixed"])
+def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype, precision):
     """Bytes of parameters, gradients, masters and moments equal those of real storages."""
     sizes = {"pattern": "MG*-E", "linear_num_key_heads": 4, "linear_num_value_heads": 8}
     model, groups = built(layout, "cpu", dtype=dtype, **sizes)
@@ -82,25 +89,27 @@ def test_bytes_of_flat_buffers_are_exact(layout, zero, dtype):
     buffers = FlatBuffers(
         model, extras=EXTRAS, counters=COUNTERS, ownership=ownership, bucket_elements=3000
     )
-    optimizer = Optimizer(buffers)
+    optimizer = Optimizer(buffers, precision=precision)
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in buffers.params.values()
     }
-    masters = [m for m in optimizer._masters if m.untyped_storage().data_ptr() not in held]
-    state = sum(t.nbytes for t in (*masters, optimizer.exp_avg, optimizer.exp_avg_sq))
+    masters = [master for _, master in optimizer._low_masters]
+    moments = (optimizer.exp_avg, optimizer.exp_avg_sq)
+    state = sum(t.nbytes for t in (*masters, optimizer.remainders, *moments))
 
     imagined, _ = built(layout, "meta", dtype=dtype, **sizes)
     assert all(parameter.is_meta for parameter in imagined.parameters())
     found = flat_layout_of(imagined, ownership, 3000)
     assert found == buffers.layout
     assert parameter_bytes(found) == sum(held.values())
-    assert optimizer_bytes(found) == state
+    assert optimizer_bytes(found, precision) == state
     one = estimate(
         imagined,
         found,
         Work(tokens=512, documents=4),
         tail=tail_elements(EXTRAS, COUNTERS),
+        precision=precision,
     )
     assert one.static.gradients == buffers.storage.untyped_storage().nbytes()
     assert (one.static.parameters, one.static.optimizer) == (parameter_bytes(found), state)

@@ -1,0 +1,75 @@
+"""Runs with bf16 moments and with masters that are bf16 weights with remainders."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.faults import LOG_SITE, SITES, kill_at, kill_in_save
+from support.runs import (
+    Data,
+    assert_same_log,
+    assert_same_state,
+    in_folder,
+    run,
+    tiny_options,
+    trained,
+)
+
+LAST = 6
+KILLED = -9
+
+
+def options_of(data: Data, **changes: Any) -> dict[str, Any]:
+    low_state = {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    }
+    given = {"train_iters": LAST, "global_batch_size": 2, "save_interval": 1}
+    return tiny_options(data, **given, **low_state, **changes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_run(
+    processes: int, data: Data, tmp_path: Path
+) -> None:
+    """Runs are killed twenty times: in steps, in updates and in saves of the state."""
+    zero = {"use_distributed_optimizer": True} if processes > 1 else {}
+    folders = [tmp_path / name for name in ("killed", "undisturbed")]
+    draw = random.Random(processes)
+    faults = [
+        partial(kill_at, site, call, 0 if site == LOG_SITE else draw.randrange(processes))
+        for site in SITES
+        for call in (1, 2)[: 2 if "update" in site else 1]
+        if not (zero and "all-reduce" in site and "backward" in site)  # a reduce-scatter instead
+    ]
+    saves = ("shard.piece_written", "shard.synced", "manifest.renamed")[-(10 - len(faults)) :]
+    faults += [
+        partial(kill_in_save, save, 1, 0 if "manifest" in save else processes - 1) for save in saves
+    ]
+    assert len(faults) == 10
+    options = options_of(data, **zero)
+    folders[0].mkdir()
+    for fault in faults:
+        finished = run({**options, **in_folder(folders[0])}, folders[0], processes, fault)
+        assert KILLED in finished.exit_codes, f"{fault} did not happen: {finished}"
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        trained(folder, processes, options)
+    assert_same_state(*(folder / "checkpoints" for folder in folders), LAST)
+
+
+def test_captured_steps_have_the_bits_of_eager_steps(data: Data, tmp_path: Path) -> None:
+    impls = ("none", "local", "full_iteration")
+    packs = {"packing_method": "best_fit_decreasing"}  # the same packs with graphs and without
+    for impl in impls:
+        folder = tmp_path / impl
+        folder.mkdir()
+        trained(folder, 1, options_of(data, cuda_graph_impl=impl, **packs))
+    for impl in impls[1:]:
+        assert_same_state(*(tmp_path / name / "checkpoints" for name in (impl, "none")), LAST)
+        assert_same_log(tmp_path / impl, tmp_path / "none")

@@ -1,0 +1,83 @@
+"""Shards of parameters in a flat buffer with the numbers of their elements, and states of jobs."""
+
+import torch
+from torch import nn
+
+from megatron_packed.distributed.tensor_parallel_shards import (
+    ExpertRange,
+    Shard,
+    ShardedParameter,
+    SplitSegment,
+)
+from megatron_packed.distributed.zero1_layout import BufferPart, ParamSlot, round_up
+from megatron_packed.optim.stochastic_rounding import ElementNumbers
+from megatron_packed.resume.held_state import held_state
+from megatron_packed.training.build_job import Job
+from support.whole_state import Shards
+
+
+def sharded(name: str, shard: Shard, local: torch.Tensor) -> ShardedParameter:
+    return ShardedParameter(
+        name=name, parameter=nn.Parameter(local.float(), requires_grad=False), shard=shard, rank=0
+    )
+
+
+def replicated(name: str, length: int) -> ShardedParameter:
+    return sharded(name, Shard.replicated(length, 1, own_gradients=True), torch.zeros(length))
+
+
+def slots_of(parameters: list[ShardedParameter]) -> list[ParamSlot]:
+    """Place parameters one after the other, each at a multiple of 64 elements."""
+    slots, start = [], 0
+    for item in parameters:
+        slots.append(
+            ParamSlot(
+                name=item.name,
+                shape=tuple(item.parameter.shape),
+                part=BufferPart(torch.bfloat16),
+                decay=True,
+                start=start,
+                end=start + item.parameter.numel(),
+                bucket=0,
+            )
+        )
+        start = round_up(slots[-1].end, 64)
+    return slots
+
+
+def numbers_of(
+    parameters: list[ShardedParameter], start: int = 0, end: int | None = None, seed: int = 5
+) -> ElementNumbers:
+    """Number the elements ``[start, end)`` of parameters that lie one after the other."""
+    slots = slots_of(parameters)
+    if end is None:
+        end = round_up(slots[-1].end, 64)
+    by_name = {item.name: item for item in parameters}
+    return ElementNumbers.in_slice(slots, by_name, start, end, seed, torch.device("cpu"))
+
+
+def numbers_of_shards() -> ElementNumbers:
+    """Number rank 1's shards of an input projection, of columns, and of experts on two axes."""
+    projection = Shard.from_segments(
+        [SplitSegment(noun="z", count=4, width=6), SplitSegment(noun="B", count=2, width=5)], 1, 2
+    )
+    columns = Shard.from_segments([SplitSegment(noun="channels", count=8, width=3)], 1, 2, dim=1)
+    experts = Shard(
+        dim=1, length=24, pieces=columns.pieces, first=ExpertRange(start=4, length=4, total=8)
+    )
+    return numbers_of(
+        [
+            sharded("in_proj", projection, torch.zeros(17, 70)),
+            sharded("out_proj", columns, torch.zeros(11, 12)),
+            sharded("experts", experts, torch.zeros(4, 12, 5)),
+        ]
+    )
+
+
+def everything_computed(job: Job) -> Shards:
+    """Return this rank's state as `whole_state.everything` does, with masters of pairs computed."""
+    shards = [held.shard for held in held_state(job.model, job.optimizer)]
+    return [
+        (shard.name, shard.global_shape, tuple(shard.extent), torch.cat([*shard.values()]))
+        for shard in shards
+    ]
