@@ -25,6 +25,7 @@ from megatron_packed.models.estimate.run_estimate import estimates_of, no_collec
 from megatron_packed.models.estimate.step_memory import KnownUnits
 from megatron_packed.models.estimate.step_time import StepTime, owned_layout, step_time
 from megatron_packed.models.trace import Imagined
+from megatron_packed.optim.state_precision import StatePrecision
 from megatron_packed.torch_private import compiler_not_imported
 
 Options = Mapping[str, Any]
@@ -157,7 +158,8 @@ class LayoutSearch:
         needs them with any recomputation."""
         layout = owned_layout(config, imagined)
         gradients = layout.numel * torch.bfloat16.itemsize
-        return parameter_bytes(layout) + optimizer_bytes(layout) + gradients
+        state = optimizer_bytes(layout, StatePrecision.from_config(config))
+        return parameter_bytes(layout) + state + gradients
 
     def _may_fit(self, config: RunConfig, total: int) -> bool:
         """Return whether a layout may fit that needs ``total`` bytes without its last option.

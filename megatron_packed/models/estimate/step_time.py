@@ -34,10 +34,11 @@ from megatron_packed.models.estimate.traced_work import (
 )
 from megatron_packed.models.flops import visible_pairs
 from megatron_packed.models.trace import Imagined
+from megatron_packed.optim.state_precision import FLOAT32_STATE, StatePrecision
 
 _APART = torch.device("cpu")
 """Device whose ops join no products, so that the trace does not depend on the GPU of this machine."""
-_BF16, _FP32 = 2, 4
+_BF16, _REMAINDER, _FP32 = 2, 2, 4
 _ROUTER_PARTS = 3
 """Products of bf16 parts that compute a router's product in fp32."""
 COMPUTE, EXCHANGES, UPDATE, HOST = "compute", "exposed exchanges", "update", "copies to the host"
@@ -86,7 +87,7 @@ def step_time(
         parts={
             COMPUTE: compute,
             EXCHANGES: exchanged + _replica_exchanges(config, imagined, layout, rates),
-            UPDATE: _update(layout, rates),
+            UPDATE: _update(layout, rates, StatePrecision.from_config(config)),
             HOST: max(0.0, micro_batches * copied - compute),
         }
     )
@@ -281,8 +282,29 @@ def _replica_exchanges(
     return total
 
 
-def _update(layout: FlatLayout, rates: GpuRates) -> float:
-    """Return the seconds in which gradients become zero and the optimizer updates owned parameters."""
-    spans = (layout.owned_span(bucket, 0) for bucket in layout.buckets)
-    owned = sum(end - start for start, end in spans)
+def _update(layout: FlatLayout, rates: GpuRates, precision: StatePrecision) -> float:
+    """Return the seconds in which gradients become zero and the optimizer updates owned parameters.
+
+    The rate was measured with a float32 state. It is scaled by the bytes that the update of an
+    element reads and writes, see `update_bytes`; these are 30 with a float32 state.
+    """
+    measured = update_bytes(FLOAT32_STATE)
+    owned = 0.0
+    for bucket in layout.buckets:
+        start, end = layout.owned_span(bucket, 0)
+        owned += (end - start) * update_bytes(precision, low=bucket.part.low) / measured
     return owned * rates.update_element + layout.numel * rates.zero_element
+
+
+def update_bytes(precision: StatePrecision, *, low: bool = False) -> int:
+    """Return the bytes that the update of a bf16 weight reads and writes.
+
+    Args:
+        precision: precision of the optimizer's state.
+        low: the gradient is bf16. With a float32 state, kernels read a float32 copy of it.
+    """
+    of_pair, of_master = 2 * (_BF16 + _REMAINDER), 2 * _FP32 + _BF16
+    master = of_pair if precision.remainders else of_master
+    moments = 2 * (precision.exp_avg.itemsize + precision.exp_avg_sq.itemsize)
+    gradient = _BF16 if low and not precision.inputs("cuda").wide else _FP32
+    return master + moments + gradient

@@ -18,10 +18,10 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.optimizer_states import everything_computed
@@ -46,7 +46,7 @@ def made(precision: dict[str, Any], seed: int = 1, **checkpoint: Any) -> tuple[J
         checkpoint=CheckpointConfig(**checkpoint),
     )
     job = build_job(config, GROUPS, VOCAB)
-    return job, RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
+    return job, RunState(job.model, job.optimizer, GROUPS, AskedRun(config=config))
 
 
 def steps(job: Job, numbers: range) -> None:
