@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
-from support.layouts import VOCAB, Way, config_of
+from support.layouts import VOCAB, Way, config_of, mine, step_values
 from support.optimizer_states import everything_computed
 from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, assert_same_bits
@@ -33,10 +34,11 @@ WAYS = [
 ]
 
 
-def low_state(way: Way) -> RunConfig:
+def low_state(way: Way, *, low_grads: bool = False) -> RunConfig:
     config = config_of(way, bf16=True)
     return dataclasses.replace(
         config,
+        parallel=dataclasses.replace(config.parallel, grad_reduce_in_bf16=low_grads),
         optim=dataclasses.replace(
             config.optim,
             clip_grad=0.0,  # the sum of a norm has another order in each layout
@@ -152,3 +154,54 @@ def test_flipped_bits_of_the_state_are_found_where_it_has_replicas(pools: Worker
     said = "embedding.weight: other bits on rank 1 than the weights that are updated by rank 0"
     assert all(said in report for report in owned[:2])
     assert not replicated[-1] and not owned[-1]
+
+
+class Trained(NamedTuple):
+    """Outcome of a rank of a run: losses, and the state at its end."""
+
+    losses: list[float]
+    state: Shards
+
+
+def trained(
+    groups: ParallelGroups,
+    way: Way,
+    config: RunConfig,
+    steps: range,
+    save: str = "",
+    load: str = "",
+) -> Trained:
+    """Train on packs, after a load or before a save."""
+    job = build_job(config, groups, VOCAB)
+    state = RunState(job.model, job.optimizer, groups, AskedRun(config=config))
+    if load:
+        state.load(CheckpointConfig(load=load))
+    losses = []
+    for step in steps:
+        metrics = job.step(mine(groups, way, step, 2 * groups.dp.size), 1e-2)
+        losses.append(step_values(metrics.tolist()).loss)
+    low = config.parallel.grad_reduce_in_bf16
+    assert job.buffers.low_grads.any() == job.optimizer.remainders.any() == low
+    if save:
+        state.save(CheckpointConfig(save=save))
+    return Trained(losses, everything_computed(job))
+
+
+@pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=str)
+def test_a_run_with_all_of_it_resumes_with_the_same_bits(
+    way: Way, tmp_path: Path, pools: WorkerPools
+) -> None:
+    """Gradients and moments are bf16, and masters are pairs; losses are near those of float32."""
+    config, folder = low_state(way, low_grads=True), str(tmp_path)
+
+    def of(*arguments: Any) -> tuple[list[float], dict[str, Tensor]]:
+        found = pools.run(trained, 2, way, *arguments, layout=way.layout)
+        return found[0].losses, assembled([rank.state for rank in found])
+
+    losses, expected = of(config, range(4))
+    first, _ = of(config, range(2), folder)
+    last, found = of(config, range(2, 4), "", folder)
+    assert_same_bits(found, expected)
+    assert [*first, *last] == losses
+    exact, _ = of(config_of(way, bf16=True), range(4))
+    assert losses == pytest.approx(exact, rel=1e-2)

@@ -15,7 +15,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 STATES = list(product((F32, BF16), (F32, BF16), (False, True), (False, True)))
 
 
-def slices_of(exp_avg, exp_avg_sq, remainders, stochastic, *, changes):
+def slices_of(exp_avg, exp_avg_sq, remainders, stochastic, *, changes, grad=F32):
     numbers = numbers_of_shards()
     length = max(begin + count for begin, count, *_ in numbers.runs.tolist())
     generator = torch.Generator().manual_seed(3)
@@ -34,7 +34,7 @@ def slices_of(exp_avg, exp_avg_sq, remainders, stochastic, *, changes):
         params=[weights if remainders else masters],
         remainders=[rest] if remainders else (),
         weights=() if remainders else [torch.zeros(length, dtype=BF16)],
-        grads=[normal()],
+        grads=[normal().to(grad)],
         exp_avgs=[normal().to(exp_avg)],
         exp_avg_sqs=[normal().square().to(exp_avg_sq)],
         numbers=[numbers],
@@ -78,6 +78,18 @@ def test_the_kernel_equals_the_reference(state, options, bfloat16_of_a_gpu):
             assert (ours[0] != theirs[0]).float().mean() < 2e-3
     if want.weights:
         assert torch.equal(got.weights[0], got.params[0].to(BF16))
+
+
+@pytest.mark.parametrize("remainders", [True, False])
+def test_the_kernel_reads_gradients_in_bf16(remainders):
+    """They give the bits of the same gradients in float32."""
+    low, full = (slices_of(BF16, BF16, remainders, True, changes=False, grad=BF16) for _ in "ab")
+    full = next(full.in_float32())
+    for group in (low, full):
+        OnePass.run([group], control())
+    assert torch.equal(masters_of(low), masters_of(full))
+    assert torch.equal(low.exp_avgs[0], full.exp_avgs[0])
+    assert torch.equal(low.exp_avg_sqs[0], full.exp_avg_sqs[0])
 
 
 @pytest.mark.parametrize("remainders", [True, False])

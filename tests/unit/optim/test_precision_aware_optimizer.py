@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
+from megatron_packed.distributed.gradient_precision import FULL_PRECISION, GradientPrecision
 from megatron_packed.optim.adamw import OP
 from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.optim.optimizer import Optimizer
@@ -190,3 +191,43 @@ def test_a_kernel_for_float32_refuses_another_state() -> None:
     reasons = OP.explain(LOW.inputs("cuda"))
     assert any("needs float32 masters and moments" in reason for reason in reasons["torch"])
     assert reasons["triton"] == [] and "copies" in reasons["reference"][0]
+
+
+@pytest.mark.parametrize("precision", [LOW, StatePrecision(exp_avg=BF16), StatePrecision()])
+def test_gradients_in_bf16_update_as_float32_gradients_of_the_same_values(precision) -> None:
+    """The matrix has gradients in bf16, and vectors keep float32. The statistics have both."""
+    found = []
+    for gradients in (GradientPrecision(low=True), FULL_PRECISION):
+        buffers = FlatBuffers(Tiny(), precision=gradients)
+        optimizer = Optimizer(
+            buffers, precision=precision, clip_grad=0.0, params_norm=True, count_zeros_of=1075
+        )
+        assert buffers.low_grads.numel() == (gradients.low and 4096)
+        for number in range(3):
+            for name, parameter in buffers.parameters.items():
+                draw = torch.Generator().manual_seed(100 * number + ord(name))
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=draw).to(BF16))
+            stats = optimizer.step(1e-2)
+        assert stats.grad_zeros.sum() == 0 and stats.params_norm > 1
+        found.append((state_of(optimizer), stats.grad_norm.clone(), stats.params_norm.clone()))
+    (low, *norms), (full, *expected) = found
+    assert_equal(low, full)
+    torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+
+
+def test_the_one_pass_update_reads_gradients_in_bf16(monkeypatch) -> None:
+    """No copy of them in float32 is made before it; other implementations get one."""
+    seen = []
+    for name, precision in (("reference", LOW), ("torch", StatePrecision())):
+        buffers = FlatBuffers(Tiny(), precision=GradientPrecision(low=True))
+        loaded = OP.select(precision.inputs("cpu"), name).loaded
+        run = loaded.run
+
+        def watched(slices, control, run=run):
+            seen.extend(grad.dtype for group in slices for grad in group.grads)
+            run(slices, control)
+
+        monkeypatch.setattr(loaded, "run", staticmethod(watched))
+        Optimizer(buffers, precision=precision).step(1e-2)
+        assert (BF16 in seen) == (name == "reference")
+        seen.clear()

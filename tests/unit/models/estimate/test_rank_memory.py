@@ -589,3 +589,22 @@ def test_a_plan_has_gradients_in_bf16():
     assert found[1].gradients < 0.8 * found[0].gradients
     assert found[1].optimizer == found[0].optimizer
     assert found[1].parameters == found[0].parameters + 128  # one more aligned buffer
+
+
+def test_experts_have_10_bytes_per_parameter_instead_of_18():
+    """A plan counts weights, gradients, moments, and masters or their remainders."""
+    words = """--hybrid-layer-pattern E --hidden-size 256 --moe-ffn-hidden-size 512 --moe-router-topk 2
+        --seq-length 64 --train-iters 1 --lr 1 --bf16 --device cpu --mock-data --disable-bias-linear
+        --squared-relu"""
+    low = """--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16
+        --exp-avg-sq-dtype bf16"""
+
+    def held(experts: int, flags: str) -> int:
+        given = [*words.split(), *flags.split(), "--num-experts", str(experts)]
+        static = usual(estimates(parse(given, 1), 1, VOCAB, documents=4)).static
+        return static.parameters + static.gradients + static.optimizer
+
+    matrices = 8 * 2 * 256 * 512
+    for flags, wanted in (("", 18), (low, 10)):
+        more = held(16, flags) - held(8, flags)
+        assert more / matrices == pytest.approx(wanted, rel=0.01)  # the router also grows
