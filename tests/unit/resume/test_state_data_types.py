@@ -1,6 +1,7 @@
 """Checkpoints of runs with bf16 moments and with masters that are weights and remainders."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.load import find_checkpoints
+from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.data import DataConfig
@@ -22,6 +24,7 @@ from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.phases_and_stored_packs import Resumed
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.optimizer_states import everything_computed
@@ -160,6 +163,17 @@ def test_other_data_types_without_a_phase_are_refused(tmp_path: Path) -> None:
         loaded(PAIRS, tmp_path)
     job = loaded(PAIRS, tmp_path, load_optim=False)
     assert not job.optimizer.exp_avg.any() and not job.optimizer.remainders.any()
+
+
+def test_imported_and_older_checkpoints_have_float32_moments() -> None:
+    """Their metadata lacks the data types. An import is converted, and an older run keeps them."""
+    _, state = made(BF16)
+    older = {"config": {"optim": {"lr": 0.1}}}
+    resumed = Resumed(room=None, plan_hash="", packs_per_step=1, progress=RunProgress())
+    said = state.refusals._state_refusal(older, resumed)
+    assert said is not None and "--exp-avg-dtype bf16, was fp32" in said
+    assert "leave out --exp-avg-dtype --exp-avg-sq-dtype to resume" in said
+    assert state.refusals._state_refusal(older, replace(resumed, imported=True)) is None
 
 
 def test_masters_change_their_form_without_a_phase(tmp_path: Path) -> None:
