@@ -44,8 +44,7 @@ from megatron_packed.models.metrics_layout import MetricsLayout, StepValues
 from megatron_packed.ops.varlen_attention.tables import MaskTable, visible_pairs
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import SharedTables
+from megatron_packed.packed.params import PackedSeqParams, SharedTables
 from megatron_packed.training.train_step import TrainStep
 from workloads import (
     build_model,

@@ -8,7 +8,7 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-def main() -> int:
+def run_program() -> int:
     """Run one command and return its exit code.
 
     Ctrl-C or a missing package ends the command with one sentence, also while modules are imported.
@@ -16,13 +16,13 @@ def main() -> int:
     """
     try:
         with required_packages(any_version=sys.argv[1:2] == ["doctor"]):
-            from megatron_packed.cli.main import main as run_command
+            from megatron_packed.cli.main import main
 
-            return run_command()
+            return main()
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program())

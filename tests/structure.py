@@ -2,7 +2,7 @@
 
 ``python tests/structure.py`` prints the numbers next to those of ``structure_before.json``, which
 ``--save-before`` writes. ``--list FIGURE`` prints the places that a number counts. ``--sizes
-CHECKOUT`` prints the tokens of tests, tools and benchmarks of this or another checkout.
+CHECKOUT`` prints the tokens of tests, tools, benchmarks and capabilities of this or another checkout.
 ``tests/unit/test_structure.py`` tests rules; sizes, paths and places of a fact are printed only. All
 lines of a file count, also empty lines.
 """
@@ -42,6 +42,9 @@ FUNCTION_WORDS = frozenset(
     asked meant taken kept rest here there such alike anew bad more own""".split()  # noqa: SIM905
 )
 """Words that say nothing as the whole name of a variable."""
+
+INTERFACES = {"serve": "LimitedProcess imports it from the module of each child program"}
+"""Functions that a caller finds by their name in several modules, with the caller."""
 
 
 class Source(NamedTuple):
@@ -185,13 +188,17 @@ def bindings_of_function_words(source: Source) -> Iterator[str]:
 
 
 def repeated_functions(sources: list[Source]) -> list[str]:
-    """Return functions of several modules, without those of ops, whose back ends have one interface."""
+    """Return functions of several modules, without interfaces.
+
+    Back ends of ops have one interface, and so have the functions of `INTERFACES`.
+    """
     places = defaultdict(list)
     for source in sources:
         if source.path.startswith("ops/"):
             continue
         for node in source.nodes[0].body:  # type: ignore[attr-defined]
-            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+            public = isinstance(node, DEFINITIONS) and not node.name.startswith("_")
+            if public and node.name not in INTERFACES:
                 places[node.name].append(source.path)
     return [
         f"{name} x{len(paths)}: {', '.join(paths)}"
@@ -332,7 +339,28 @@ def all_figures() -> dict[str, Figure]:
             for folder, tokens in fact_places.tokens_by_folder(sources).items()
         },
         **{name: Figure(tokens, []) for name, tokens in tokens_outside(ROOT).items()},
+        **{name: Figure(tokens, []) for name, tokens in tokens_of_capabilities(ROOT).items()},
     }
+
+
+CAPABILITIES = (
+    *("explain/*.py", "cli/doctor/*.py", "reporting/run_facts.py", "reporting/console.py"),
+    # The same parts before folders had rooms.
+    *("training/explain*.py", "training/kernels.py", "training/run_description.py"),
+    *("training/run_facts.py", "training/console.py", "training/closing_lines.py"),
+    "training/sample_text.py",
+)
+"""Files that say what a run or a machine has and why: rows, kernels, facts and lines of the console."""
+REQUESTS = ("op_requests.py", "state_messages.py")
+"""Files of ``explain`` that trace a model; estimates and plans need them, too."""
+
+
+def tokens_of_capabilities(checkout: Path) -> dict[str, int]:
+    """Return the tokens of the files of `CAPABILITIES`, in this or an earlier checkout."""
+    package = checkout / "megatron_packed"
+    paths = {path for pattern in CAPABILITIES for path in package.glob(pattern)}
+    sources = [read_source(path, package) for path in paths if path.name not in REQUESTS]
+    return {"tokens: capabilities and kernels": sum(source.tokens for source in sources)}
 
 
 LONG_CHECKS = ("tools", "tests/soak", "tests/unit/tools")
@@ -385,7 +413,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.sizes:
         print(
-            *(f"{name:20}{tokens:>10}" for name, tokens in tokens_outside(args.sizes).items()),
+            *(f"{name:40}{tokens:>10}" for name, tokens in tokens_outside(args.sizes).items()),
+            *(f"{name:40}{n:>10}" for name, n in tokens_of_capabilities(args.sizes).items()),
             sep="\n",
         )
         return

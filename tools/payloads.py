@@ -44,9 +44,9 @@ _TRACE = re.compile(r"Traceback \(most recent|^thread '.*' panicked|Fatal Python
 _PROGRAM = """
 import atexit, os, resource, sys, traceback
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
-from megatron_packed.__main__ import main
+from megatron_packed.__main__ import run_program
 try:
-    code = main()
+    code = run_program()
 except SystemExit as end:
     code = end.code
 except BaseException:

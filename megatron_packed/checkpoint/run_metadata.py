@@ -162,30 +162,6 @@ class RunProgress:
         return replace(self, best_loss=0.0, best_at=0, validations_since_best=0)
 
 
-def packs_per_step_of(metadata: Metadata) -> int:
-    """Return the packs per step of the run that saved this metadata; 0 for converted weights."""
-    packing = metadata["config"].get("packing")
-    return 0 if packing is None else packing["global_batch_size"] // packing["micro_batch_size"]
-
-
-def holds_only_weights(metadata: Metadata) -> bool:
-    """Return whether metadata belongs to converted weights, which no run can continue."""
-    return "packing" not in metadata["config"] and "iteration" not in metadata["progress"]
-
-
-def progress_of(metadata: Metadata) -> RunProgress:
-    saved = metadata["progress"]
-    # Older checkpoints do not count packs; all steps of their runs had the same number of packs.
-    return RunProgress(
-        **{"consumed_packs": saved.get("iteration", 0) * packs_per_step_of(metadata), **saved}
-    )
-
-
-def phases_of(metadata: Metadata) -> tuple[Phase, ...]:
-    """Return the phases of the run that saved this metadata, the current one last."""
-    return tuple(Phase(**phase) for phase in metadata.get(PHASES, ()))
-
-
 def tokenizer_warning(checkpoint: Path, metadata: Metadata, tokenizer_hash: str) -> str | None:
     """Return a warning if weights were trained with another tokenizer than the one used now."""
     now = DataHashes(tokenizer_hash=tokenizer_hash)

@@ -4,7 +4,6 @@ of its schedule with ``--use-checkpoint-opt_param-scheduler``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.options import Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
-from megatron_packed.config.sections.cuda_graph import AUTO
 from megatron_packed.config.sections.optim import (
     DECAY,
     ENDS_WITH_RUN,
@@ -70,20 +68,6 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
         return replace(config, **sections), flags
     except ConfigError:
         return config, []
-
-
-def room_of(options: Mapping[str, Any]) -> int | str | None:
-    """Return the limit on documents per pack of a new run with options in the form of `serialise.to_dict`.
-
-    `AUTO` is the largest number in epoch 0, and None is no limit.
-    """
-    graphs = options.get("cuda_graph", {})
-    if (
-        graphs.get("cuda_graph_impl", "none") == "none"
-        or options["packing"].get("packing_method") != "balanced"
-    ):
-        return None
-    return max(graphs.get("cuda_graph_max_packed_seqs") or (), default=AUTO)
 
 
 _SCHEDULE = tuple(

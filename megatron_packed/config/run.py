@@ -14,11 +14,9 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.kinds.experts import MEASURE
 from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
-from megatron_packed.config.section import Section, section_fields
+from megatron_packed.config.section import Section, section_fields, unchecked
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
-from megatron_packed.config.sections.cuda_graph import (
-    CudaGraphConfig,
-)
+from megatron_packed.config.sections.cuda_graph import AUTO, CudaGraphConfig
 from megatron_packed.config.sections.data import DataConfig
 from megatron_packed.config.sections.logging import LoggingConfig
 from megatron_packed.config.sections.memory import MemoryConfig
@@ -284,6 +282,16 @@ class RunConfig:
         )
 
     @property
+    def room(self) -> int | str | None:
+        """Limit on documents per pack of a new run; `AUTO` is the largest number in epoch 0, and
+        None is no limit.
+        """
+        graphs = self.cuda_graph
+        if not graphs.enabled or self.packing.packing_method != "balanced":
+            return None
+        return max(graphs.cuda_graph_max_packed_seqs, default=AUTO)
+
+    @property
     def document_alignment(self) -> int:
         """Alignment A: documents begin and end at multiples of A slots in their pack. Zigzag
         context parallelism needs an alignment.
@@ -378,3 +386,10 @@ def unchecked_run(sections: Mapping[str, Section]) -> RunConfig:
     if run.packing.overlong_policy is None:
         object.__setattr__(run.packing, "overlong_policy", default_overlong_policy(run.data.sft))
     return run
+
+
+def unchecked_stored(stored: Stored) -> RunConfig:
+    """Return the configuration in a checkpoint, unchecked; options that it lacks have defaults."""
+    return unchecked_run(
+        {name: unchecked(kind, stored.get(name, {})) for name, kind in SECTIONS.items()}
+    )

@@ -18,7 +18,7 @@ from megatron_packed.config.run import (
     RunConfig,
     every_field,
     stored_values,
-    unchecked_run,
+    unchecked_stored,
 )
 from megatron_packed.config.section import (
     Section,
@@ -117,15 +117,13 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
         ConfigError: lists every problem: unknown sections or fields, and wrong values.
     """
     problems = list(_unknown_keys(data))
-    sections: dict[str, Section] = {}
-    for name, kind in SECTIONS.items():
-        values = data.get(name)
-        sections[name] = unchecked(kind, values if isinstance(values, Mapping) else {})
-        problems += problems_of(sections[name])
-    if problems:
-        raise ConfigError(problems)
-    run = unchecked_run(sections)
-    problems += cross_rules(run, lambda *keys: True)
+    run = unchecked_stored(
+        {name: values for name, values in data.items() if isinstance(values, Mapping)}
+    )
+    for name in SECTIONS:
+        problems += problems_of(getattr(run, name))
+    if not problems:
+        problems += cross_rules(run, lambda *keys: True)
     if problems:
         raise ConfigError(problems)
     return run
@@ -147,28 +145,18 @@ def model_differences(stored: Mapping[str, Any], model: ModelConfig) -> list[Pro
 
     ``stored`` is the model section of the checkpoint, as in ``to_dict``.
     """
-    fields = {f.name: f for f in section_fields(ModelConfig)}
-    stored_model = unchecked(
-        ModelConfig, {name: value for name, value in stored.items() if name in fields}
-    )
+    stored_model = unchecked(ModelConfig, stored)
     # A checkpoint that is older than an option lacks the option, so derive its value here.
     derived = stored_model.derive(lambda *names: True)
     problems = []
-    for name, field in fields.items():
-        stored_value, model_value = getattr(stored_model, name), getattr(model, name)
-        stored_value = derived.get(name) if stored_value is None else stored_value
+    for field in section_fields(ModelConfig):
+        stored_value, model_value = (getattr(each, field.name) for each in (stored_model, model))
+        stored_value = derived.get(field.name) if stored_value is None else stored_value
         if stored_value != model_value and not field.option.training_only:
-            stored_setting = (
-                "without it" if stored_value is None else f"with {as_given(field, stored_value)}"
-            )
-            problems.append(
-                Problem(
-                    field.flag,
-                    as_given(field, model_value),
-                    f"the checkpoint was made {stored_setting}",
-                    "give the value of the checkpoint, or load another checkpoint",
-                )
-            )
+            setting = f"with {as_given(field, stored_value)}"
+            rule = f"the checkpoint was made {'without it' if stored_value is None else setting}"
+            cure = "give the value of the checkpoint, or load another checkpoint"
+            problems.append(Problem(field.flag, as_given(field, model_value), rule, cure))
     return problems
 
 

@@ -40,8 +40,7 @@ from megatron_packed.cuda_graphs.step_graphs import (
 from megatron_packed.cuda_graphs.transformer_engine import Maker
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES, PackedSeqParams
 
 
 class _Observed(NamedTuple):

@@ -35,8 +35,7 @@ from megatron_packed.cuda_graphs.transformer_engine import (
     capture_together,
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES, PackedSeqParams
 
 
 class Planned(NamedTuple):

@@ -24,8 +24,7 @@ from torch import Tensor
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.host_reads import HOST_FACTS
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
+from megatron_packed.packed.params import NO_TABLES, PackedSeqParams, SharedTables
 
 
 class StaleMetadataError(RuntimeError):

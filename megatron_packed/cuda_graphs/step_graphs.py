@@ -35,8 +35,7 @@ from megatron_packed.cuda_graphs.slots import (
 from megatron_packed.distributed.rng import generators_kept
 from megatron_packed.packed.capture_sizes import CaptureSize, CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import NO_TABLES, SharedTables
+from megatron_packed.packed.params import NO_TABLES, PackedSeqParams, SharedTables
 
 Tables = Callable[[PackedSeqParams], SharedTables]
 StepPart = Callable[[MicroBatch], object]

@@ -48,7 +48,7 @@ from megatron_packed.cuda_graphs.step_graphs import (
 )
 from megatron_packed.packed.capture_sizes import CaptureSize
 from megatron_packed.packed.micro_batch import MicroBatch, MicroBatchLayout
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES
 
 _HOST_FACTS_OF_MICRO_BATCH = frozenset({"num_real_tokens", "num_target_tokens"})
 

@@ -19,7 +19,7 @@ from megatron_packed.data.packing.pieces import Pieces
 from megatron_packed.data.packing.step_plan import PieceNumbers, StepPlan
 from megatron_packed.packed.array_types import IntegerArray
 from megatron_packed.packed.capture_sizes import CaptureSizes
-from megatron_packed.packed.cu_seqlens import aligned
+from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned
 from megatron_packed.packed.micro_batch import Document, MicroBatch
 
 if TYPE_CHECKING:

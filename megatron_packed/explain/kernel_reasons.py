@@ -1,6 +1,6 @@
 """Kernels of a run: each op's backend, reasons against faster backends, cost of plain references.
 
-Training, ``--explain`` and ``megatron-packed doctor`` all use this module: `choose` for an op, and
+Training, ``--explain`` and ``megatron-packed doctor`` all use this module: `Kernel` for an op, and
 `layer_reasons` for the linear layers and norms.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,17 @@ from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.kernel_options import (
     OPTION_OF,
     PLAIN,
+    NamedKernel,
     fast_kernels_missing,
+    named_kernels,
     not_fast,
     requires_fast_kernels,
 )
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
+from megatron_packed.explain.capability import WIDTH
 from megatron_packed.explain.op_requests import op_requests, served_by
-from megatron_packed.explain.terminal_lines import WIDTH
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
     TRANSFORMER_ENGINE_NAME,
@@ -35,8 +38,7 @@ from megatron_packed.layers.transformer_impl import (
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.ops.activation import api as activation
-from megatron_packed.ops.backend_dispatch import NoBackendError, Op
-from megatron_packed.ops.context_parallel_attention import api as context_parallel_attention
+from megatron_packed.ops.backend_dispatch import NoBackendError, Op, Request
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 
@@ -92,8 +94,13 @@ class Kernel(NamedTuple):
     op: Op
     inputs: Hashable
     name: str
+    """Chosen backend; the requested one if there is a problem."""
     option: str = ""
     """Flag that named the backend; empty if the op chose it."""
+    backend: str = "auto"
+    """Requested backend."""
+    problem: Problem | None = None
+    """Refusal of the requested backend."""
 
     @property
     def reasons(self) -> dict[str, list[str]]:
@@ -101,23 +108,19 @@ class Kernel(NamedTuple):
         return self.op.explain(self.inputs)
 
     @property
-    def passed_over(self) -> dict[str, list[str]]:
-        """Backends that ``auto`` prefers to this backend, and the reasons against them."""
-        automatic = [backend.name for backend in self.op.backends if backend.automatic]
-        if self.name not in automatic:
-            return {}
-        reasons = self.reasons
-        return {name: reasons[name] for name in automatic[: automatic.index(self.name)]}
+    def automatic(self) -> list[str]:
+        """Backends that ``auto`` may choose, the one measured as fastest first."""
+        return [backend.name for backend in self.op.backends if backend.automatic]
+
+    @property
+    def faster(self) -> list[str]:
+        """Backends that ``auto`` prefers to this backend."""
+        return list(takewhile(lambda name: name != self.name, self.automatic))
 
     @property
     def label(self) -> str:
         """Name of the op in console output."""
-        return label_of(self.op)
-
-    @property
-    def fastest(self) -> str:
-        """Name of the backend that was measured to be the op's fastest."""
-        return next(backend.name for backend in self.op.backends if backend.automatic)
+        return LABELS.get(self.op.name, self.op.name.replace("_", " "))
 
     @property
     def is_plain(self) -> bool:
@@ -127,12 +130,12 @@ class Kernel(NamedTuple):
     @property
     def cost(self) -> str:
         """Slowdown of a plain backend on a GPU, after a comma; empty for other backends."""
-        factor = MEASURED.get(_case(self), {}).get(self.name)
         if not self.is_plain:
             return ""
+        factor = MEASURED.get(_case(self), {}).get(self.name)
         if factor is None:
-            return f", slower than {self.fastest} by a factor that is not measured"
-        return f", taking {factor:g} times as long as {self.fastest} (measured on an H200)"
+            return f", slower than {self.automatic[0]} by a factor that is not measured"
+        return f", taking {factor:g} times as long as {self.automatic[0]} (measured on an H200)"
 
     @property
     def remark(self) -> str:
@@ -140,27 +143,59 @@ class Kernel(NamedTuple):
 
         The module of the backend may have a function ``remark`` that returns it.
         """
-        backend = next(each for each in self.op.backends if each.name == self.name)
-        remark: Callable[[Any], str] | None = getattr(backend.loaded, "remark", None)
-        return "" if remark is None else remark(self.inputs)
+        backend = self.op.chosen[self.name, self.inputs].loaded
+        remark: Callable[[Any], str] = getattr(backend, "remark", lambda inputs: "")
+        return remark(self.inputs)
 
 
-def label_of(op: Op) -> str:
-    """Return the name of an op in console output."""
-    return LABELS.get(op.name, op.name.replace("_", " "))
-
-
-def choose(op: Op, inputs: Hashable, backend: str = "auto", option: str = "") -> Kernel:
-    """Return the kernel of an op: the backend named by ``backend``, or the op's choice for ``auto``.
+def requested_kernels(
+    config: RunConfig, device: torch.device, documents: int | None = None
+) -> list[Kernel]:
+    """Return the kernel of each request of a rank, or the problem of a backend that cannot be used.
 
     Args:
-        op: the op.
-        inputs: sizes and dtypes by which the op chooses.
-        option: flag that named the backend.
-    Raises:
-        NoBackendError: the requested backend cannot be used.
+        config: configuration of the run.
+        device: device of the rank.
+        documents: largest number of documents in a pack, as for `op_requests`.
     """
-    return Kernel(op, inputs, op.select(inputs, backend).name, option)
+    requests = op_requests(config, device, documents)
+    named = {kernel.option: kernel for kernel in named_kernels(config)}
+    return [
+        _kernel(config, request._replace(backend=served_by(request, requests)), named)
+        for request in requests
+    ]
+
+
+def _kernel(config: RunConfig, request: Request, named: Mapping[str, NamedKernel]) -> Kernel:
+    """Return the kernel of a request; ``named`` has the kernels that options name."""
+    op, backend, inputs = request
+    attends = any(kind.attends and op.name in kind.backends for kind in KINDS.values())
+    of_layers = named.get(OPTION_OF["layers"]) if attends else None
+    asked = named.get(OPTION_OF.get(op.name, ""), of_layers)
+    kernel = Kernel(op, inputs, backend, asked.option if asked else "", backend)
+    try:
+        return kernel._replace(name=op.select(inputs, backend).name)
+    except NoBackendError:
+        return kernel._replace(problem=_refusal(config, kernel, asked))
+
+
+def _refusal(config: RunConfig, kernel: Kernel, asked: NamedKernel | None) -> Problem:
+    """Return the problem of a requested kernel that cannot be used."""
+    reasons = kernel.reasons
+    of_backend = reasons.get(kernel.backend, reasons[kernel.op.names()[0]])
+    why = "; ".join(map(without_module, of_backend))
+    if asked is None:  # context-parallel attention is the only op without a reference
+        return Problem(
+            "--cp-comm-type",
+            config.parallel.cp_comm_type,
+            f"has one kernel on GPUs, {kernel.backend}, which cannot be used: {why}",
+            "give a2a, which works with every attention kernel",
+        )
+    if asked.op == "layers":
+        cure = "name another --attention-backend as well, or give local"
+        return asked.problem(f"its attention cannot be used: {why}", cure)
+    cure = "leave it out, or name another"
+    return asked.problem(f"cannot be used for {kernel.label}: {why}", cure)
 
 
 def layer_reasons(config: RunConfig, device: torch.device) -> dict[str, list[str]]:
@@ -195,32 +230,18 @@ def chosen_kernels(
     """Return the kernels that a rank's forward pass and optimizer will choose.
 
     An op has one kernel. It has several if kinds of layers have different sizes, for which the op
-    chooses different backends.
+    chooses different backends. The arguments are those of `requested_kernels`.
 
-    Args:
-        config: configuration of the run.
-        device: device of the rank.
-        documents: largest number of documents in a pack, as for `op_requests`.
     Raises:
         ConfigError: a kernel that an option names cannot be used; the message has the reasons.
     """
-    kernels: list[Kernel] = []
-    problems: list[Problem] = []
-    requests = op_requests(config, device, documents)
-    for request in requests:
-        op, inputs = request.op, request.inputs
-        backend = served_by(request, requests)
-        try:
-            kernel = choose(op, inputs, backend, _option_of(config, op))
-        except NoBackendError:
-            problem = _refusal(config, op, inputs, backend)
-            problems += [] if problem in problems else [problem]
-            continue
-        if all((kernel.op, kernel.name) != (other.op, other.name) for other in kernels):
-            kernels.append(kernel)
-    if problems:
+    kernels = requested_kernels(config, device, documents)
+    if problems := list(dict.fromkeys(kernel.problem for kernel in kernels if kernel.problem)):
         raise ConfigError(problems)
-    return kernels
+    different: dict[tuple[Op, str], Kernel] = {}
+    for kernel in kernels:
+        different.setdefault((kernel.op, kernel.name), kernel)
+    return list(different.values())
 
 
 def check_kernels(
@@ -261,9 +282,10 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
         names["attention"] += f" ({config.parallel.cp_comm_type})"
-    others = [label for label in names if label not in LABELS.values()]
-    labels = (every for label in LABELS.values() for every in ([label] if label else others))
-    return {label: names[label] for label in dict.fromkeys(labels) if label in names}
+    order = list(LABELS.values())
+    return dict(
+        sorted(names.items(), key=lambda item: order.index(item[0] if item[0] in order else ""))
+    )
 
 
 def kernel_block(names: dict[str, str]) -> str:
@@ -285,9 +307,7 @@ def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> lis
 
     There are no warnings on a CPU, where the references are the intended kernels.
     """
-    if device.type != "cuda":
-        return []
-    slow = [kernel for kernel in kernels if kernel.is_plain]
+    slow = [kernel for kernel in kernels if kernel.is_plain and device.type == "cuda"]
     return [
         "; ".join(filter(None, (slow_sentence(kernel), advice_of(kernel)))) + "." for kernel in slow
     ]
@@ -295,16 +315,13 @@ def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> lis
 
 def slow_sentence(kernel: Kernel) -> str:
     """Return the slowdown of a plain reference and the reason why it runs, without a full stop."""
-    return f"{kernel.label} runs {kernel.name}, plain PyTorch{kernel.cost}: {_why(kernel)}"
-
-
-def _why(kernel: Kernel) -> str:
-    if kernel.option:
-        return f"{kernel.option} selects it"
     name, reasons = _refused(kernel)
-    if not reasons:  # the grouped product computes this activation as a part of its reference
-        return f"it is a part of the reference of the {label_of(grouped_mlp.OP)}"
-    return f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
+    why = f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
+    if kernel.option:
+        why = f"{kernel.option} selects it"
+    elif not reasons:  # the grouped product computes this activation as a part of its reference
+        why = f"it is a part of the reference of the {LABELS[grouped_mlp.OP.name]}"
+    return f"{kernel.label} runs {kernel.name}, plain PyTorch{kernel.cost}: {why}"
 
 
 def _refused(kernel: Kernel) -> tuple[str, list[str]]:
@@ -313,23 +330,20 @@ def _refused(kernel: Kernel) -> tuple[str, list[str]]:
     A backend that does not support float32 comes first, since --bf16 would enable it; otherwise the
     fastest backend is returned.
     """
-    refusals = kernel.reasons
-    name = next(
-        (name for name, reasons in refusals.items() if NO_FLOAT32 in "".join(reasons)),
-        kernel.fastest,
-    )
-    return name, refusals[name]
+    reasons = kernel.reasons
+    without_bf16 = (name for name in reasons if NO_FLOAT32 in "".join(reasons[name]))
+    name = next(without_bf16, kernel.automatic[0])
+    return name, reasons[name]
 
 
 def advice_of(kernel: Kernel) -> str:
-    """Return advice on getting a fast kernel instead of a plain one; empty if no setting helps."""
+    """Return advice on getting a faster kernel; empty if no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
     reasons = "".join(_refused(kernel)[1])
     if NO_FLOAT32 in reasons:
         return "add --bf16"
-    for name in (backend.name for backend in kernel.op.backends if backend.automatic):
-        package = package_of_kernel(kernel.op.name, name)
+    for package in (package_of_kernel(kernel.op.name, name) for name in kernel.faster):
         if package is not None and not is_installed(package.module):
             return package.command
     return "megatron-packed doctor finds the cause" if "does not import" in reasons else ""
@@ -348,45 +362,3 @@ def _case(kernel: Kernel) -> str:
     if isinstance(inputs, activation.ActivationInputs):
         return f"activation_{inputs.kind}"
     return "moe" if isinstance(inputs, grouped_mlp.GroupedMLPInputs) else kernel.op.name
-
-
-def _option_of(config: RunConfig, op: Op) -> str:
-    """Return the given flag that names an op's kernel; empty if there is none."""
-    backends = {**config.training.backends, "adamw": config.optim.optimizer_backend}
-    if backends.get(op.name, "auto") != "auto":
-        return OPTION_OF[op.name]
-    return (
-        OPTION_OF["layers"]
-        if config.training.uses_transformer_engine_attention and _is_attention(op)
-        else ""
-    )
-
-
-def _is_attention(op: Op) -> bool:
-    return any(kind.attends and op.name in kind.backends for kind in KINDS.values())
-
-
-def _refusal(config: RunConfig, op: Op, inputs: Hashable, backend: str) -> Problem:
-    """Return the problem of a requested kernel that cannot be used."""
-    reasons = op.explain(inputs)
-    why = "; ".join(
-        map(without_module, reasons[backend] if backend in reasons else reasons[op.names()[0]])
-    )
-    label, option = label_of(op), _option_of(config, op)
-    if option == OPTION_OF["layers"]:
-        return Problem(
-            option,
-            TRANSFORMER_ENGINE_NAME,
-            f"its attention cannot be used: {why}",
-            "name another --attention-backend as well, or give local",
-        )
-    if not option and op is context_parallel_attention.OP:
-        return Problem(
-            "--cp-comm-type",
-            config.parallel.cp_comm_type,
-            f"has one kernel on GPUs, {backend}, which cannot be used: {why}",
-            "give a2a, which works with every attention kernel",
-        )
-    return Problem(
-        option, backend, f"cannot be used for {label}: {why}", "leave it out, or name another"
-    )

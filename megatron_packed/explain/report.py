@@ -22,8 +22,8 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.known_files import KnownData, file_sizes, first_lines_refusal
 from megatron_packed.explain.capabilities import capabilities
+from megatron_packed.explain.capability import beside, table
 from megatron_packed.explain.kernel_reasons import check_implementation, chosen_kernels
-from megatron_packed.explain.terminal_lines import beside
 from megatron_packed.models.estimate.parameter_count import count_parameters
 from megatron_packed.models.estimate.run_estimate import (
     StepWork,
@@ -60,11 +60,7 @@ def explanation(config: RunConfig, data_facts: KnownData, other_model: str = "")
     for title, text in facts:
         lines += beside(title.ljust(8), text)
     lines.append("")
-    rows = list(capabilities(config, device, world_size))
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        text = row.reason + (f" -> {row.advice}" if row.advice else "")
-        lines += beside(f"{row.name.ljust(width)}  {row.state.ljust(7)}  ", text)
+    lines += table(list(capabilities(config, device, world_size)))
     return "\n".join(lines) + "\n"
 
 

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.errors import ConfigError, Problem
-from megatron_packed.config.resumed_options import room_of
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import AUTO
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.documents import Documents, JoinedDocuments
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.packing.pack_plan import PackPlan
@@ -37,6 +35,12 @@ if TYPE_CHECKING:
     from megatron_packed.data.packing.evaluation_plan import EvaluationPlan
     from megatron_packed.data.source_blend import SourceBlend
 
+_LOOKED_AT = 4_000_000
+"""Largest number of documents that are packed to find the largest remaining pack.
+
+Packing this number takes about ten seconds.
+"""
+
 
 class StoredPacks(Protocol):
     """Packs of the checkpoint from which a run continues; `Resumed` of a run."""
@@ -54,11 +58,6 @@ class StoredPacks(Protocol):
 
     def is_of(self, plan: PackPlan) -> bool:
         """Return True if the checkpoint's position refers to this plan."""
-
-    def packs_to_come(
-        self, config: RunConfig, plan: PackPlan, in_first: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """Yield documents per pack of each remaining epoch, if packs may exceed the capacities."""
 
 
 class Plans(NamedTuple):
@@ -222,10 +221,10 @@ def plan_training(
         depth_targets=targets_of_depths(dataset, pieces, targets, config.model.mtp_depths),
         show_progress=show_progress,
     )
-    room = room_of(to_dict(config)) if resumed is None else resumed.room
+    room = config.room if resumed is None else resumed.room
     plan = plan_with(packer=(packer := _packer(config, room)))
     if resumed is not None and resumed.has_new_packs and not resumed.is_of(plan):
-        room = room_of(to_dict(config))
+        room = config.room
         plan = plan_with(packer=(packer := _packer(config, room)))
     # Without given capacities, the fullest pack of epoch 0 sets the limit of later epochs.
     first = plan.epoch(0)
@@ -260,7 +259,7 @@ def _capture_sizes(
     capacities = config.cuda_graph.capacities
     if resumed is not None:
         documents = np.concatenate(
-            [documents, *resumed.packs_to_come(config, plan, int(documents.max()))]
+            [documents, *_packs_to_come(config, plan, int(documents.max()), resumed.progress)]
         )
         check_capacities(config, int(documents.max()))
     # Packs of validation and test data are replayed, too. They may change the chosen capacities, but
@@ -269,6 +268,37 @@ def _capture_sizes(
         evaluated = (evaluation.documents_per_pack for evaluation in evaluations)
         capacities = choose_capacities(np.concatenate([documents, *evaluated]))
     return CaptureSizes.from_capacities(capacities, config.packing.tokens_per_pack)
+
+
+def _packs_to_come(
+    config: RunConfig, plan: PackPlan, in_first: int, done: RunProgress
+) -> Iterator[NDArray[np.int64]]:
+    """Yield documents per pack of each remaining epoch, if packs may exceed the capacities.
+
+    At most about `_LOOKED_AT` documents are packed. Later packs that exceed the capacities run
+    eagerly and are counted.
+
+    Args:
+        config: configuration of the run.
+        plan: plan of the training data.
+        in_first: most documents of a pack of epoch 0.
+        done: progress of the checkpoint from which the run continues.
+    """
+    # A resumed run must not change its packs, and a remaining epoch may have a pack with more
+    # documents than epoch 0.
+    largest = (config.cuda_graph.capacities or (in_first,))[-1]
+    limits = filter(None, (plan.room, config.packing.max_documents_per_pack))
+    steps = config.last_iteration(done.samples_ahead(config.packing)) - done.iteration
+    # If the packs have a limit within the largest capacity, all of them fit, and no epoch needs
+    # to be packed.
+    if min(limits, default=largest + 1) <= largest or steps <= 0:
+        return
+    looked_at, first = 0, done.consumed_packs - done.plan_packs
+    for packs in plan.epochs_of(first, first + steps * plan.packs_per_step):
+        yield packs.documents_per_pack
+        looked_at += packs.order.size
+        if looked_at > _LOOKED_AT:
+            return
 
 
 def plan_evaluation(
@@ -290,7 +320,7 @@ def plan_evaluation(
     plan = EvaluationPlan(
         pieces,
         targets,
-        packer=_packer(config, room_of(to_dict(config))),
+        packer=_packer(config, config.room),
         packs_per_step=config.packs_per_step(),
         dp_size=dp_size,
         seed=config.training.seed,

@@ -26,7 +26,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -264,13 +264,12 @@ class ManyNodes(OneNode):
             f"machine's, and that all {options.min_nodes} machines start the same command.",
         )
 
-    def _rendezvous(self, own_entry: dict[str, Any]) -> tuple[Placement, Any]:
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    def _new_handler(self) -> Any:
+        """Return torch's handler of the rendezvous, which serves all attempts."""
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         options = self._options
-        self._met_by = time.monotonic() + self._join_seconds
         conf: dict[str, Any] = {
             "join_timeout": self._join_seconds,
             "timeout": self._join_seconds,
@@ -279,16 +278,23 @@ class ManyNodes(OneNode):
         }
         if options.rdzv_backend == STATIC:
             conf["rank"] = options.node_rank
+        parameters = RendezvousParameters(
+            options.rdzv_backend,
+            options.rdzv_endpoint,
+            options.rdzv_id,
+            options.min_nodes,
+            options.max_nodes,
+            **conf,
+        )
+        return get_rendezvous_handler(parameters)
+
+    def _rendezvous(self, own_entry: dict[str, Any]) -> tuple[Placement, Any]:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        options = self._options
+        self._met_by = time.monotonic() + self._join_seconds
         if self._handler is None:
-            parameters = RendezvousParameters(
-                options.rdzv_backend,
-                options.rdzv_endpoint,
-                options.rdzv_id,
-                options.min_nodes,
-                options.max_nodes,
-                **conf,
-            )
-            self._handler = get_rendezvous_handler(parameters)
+            self._handler = self._new_handler()
         met = self._handler.next_rendezvous()
         store, host = met.store, met.bootstrap_store_info.master_addr
         if met.rank == 0:
@@ -300,20 +306,7 @@ class ManyNodes(OneNode):
         # At least a second: this machine has met the others, which only have to write their entries.
         seconds = max(self._met_by - time.monotonic(), 1.0)
         entries = _exchange(store, met.rank, met.world_size, own_entry, seconds)
-        for node, entry in enumerate(entries):
-            if own_entry["leaves"] is not None:
-                raise NodesError(own_entry["leaves"][0], "")
-            if entry["leaves"] is not None:
-                code, reason = entry["leaves"]
-                raise NodesError(code, f"machine {node} ({entry['host']}) takes no part: {reason}")
-            if entry["nodes"] != own_entry["nodes"]:
-                machines = (
-                    f"machine {met.rank}",
-                    own_entry["nodes"],
-                    f"machine {node}",
-                    entry["nodes"],
-                )
-                raise NodesError(ExitCode.USAGE, different_nodes(*machines))
+        _check_entries(entries, met.rank, own_entry)
         counts = [entry["processes"] for entry in entries]
         placement = Placement(
             first_rank=sum(counts[: met.rank]),
@@ -327,6 +320,27 @@ class ManyNodes(OneNode):
             restarts=max(entry["restarts"] for entry in entries),
         )
         return placement, store
+
+
+def _check_entries(entries: Sequence[dict[str, Any]], own: int, own_entry: dict[str, Any]) -> None:
+    """Check that every machine takes part, with the same number of machines.
+
+    Args:
+        entries: entries of all machines, in their order.
+        own: number of this machine.
+        own_entry: what this machine has written.
+    Raises:
+        NodesError: a machine takes no part, or the machines differ.
+    """
+    if own_entry["leaves"] is not None:
+        raise NodesError(own_entry["leaves"][0], "")
+    for node, entry in enumerate(entries):
+        if entry["leaves"] is not None:
+            code, reason = entry["leaves"]
+            raise NodesError(code, f"machine {node} ({entry['host']}) takes no part: {reason}")
+        if entry["nodes"] != own_entry["nodes"]:
+            machines = (f"machine {own}", own_entry["nodes"], f"machine {node}", entry["nodes"])
+            raise NodesError(ExitCode.USAGE, different_nodes(*machines))
 
 
 def _exchange(

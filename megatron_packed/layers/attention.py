@@ -8,7 +8,7 @@ tokens for N / c heads instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,6 +116,19 @@ class WindowTables(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for tables in self.by_window.values() for tensor in tables.tensors())
+
+
+def window_tables(
+    windows: Sequence[int | None],
+    prepare: Callable[..., BlockTables | MaskTable | None],
+    packed: PackedSeqParams,
+) -> WindowTables | None:
+    """Return the tables of a pack for each window; None if the kernel reads none."""
+    tables = {
+        window: prepare(packed.seq_idx, packed.cu_seqlens, window_size=window) for window in windows
+    }
+    read = {window: table for window, table in tables.items() if table is not None}
+    return WindowTables(read) if read else None
 
 
 class Heads(NamedTuple):

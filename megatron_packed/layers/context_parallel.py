@@ -34,8 +34,7 @@ from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.packed.cp_partition import Partition
 from megatron_packed.packed.later_tokens import prepared, reaches
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import RankOrder
+from megatron_packed.packed.params import PackedSeqParams, RankOrder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

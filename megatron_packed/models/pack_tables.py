@@ -11,10 +11,10 @@ from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.packed.later_tokens import reaches
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import (
+from megatron_packed.packed.params import (
     DepthTables,
     KindTables,
+    PackedSeqParams,
     RankOrder,
     Samples,
     SharedTables,

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.config import flag_names as flags
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import RankOrder
+from megatron_packed.packed.params import PackedSeqParams, RankOrder
 
 
 @dataclass(frozen=True, kw_only=True)

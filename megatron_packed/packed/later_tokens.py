@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import DepthTables
+from megatron_packed.packed.params import DepthTables, PackedSeqParams
 
 
 def reaches(packed: PackedSeqParams, depth: int) -> Tensor:

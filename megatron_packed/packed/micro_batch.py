@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_packed.packed.cu_seqlens import (
+from megatron_packed.packed.cu_seqlens_and_seq_idx import (
     Int32Array,
     aligned,
     as_lengths,
@@ -158,8 +158,9 @@ class MicroBatch:
         cu_seqlens = cu_seqlens_from_lengths(aligned(lengths, alignment), total_tokens, capacity)
         max_seqlen = bounded_max_seqlen(cu_seqlens, max_seqlen)
         layout = MicroBatchLayout(total_tokens, cu_seqlens.size - 2)
-        buffer = layout.buffer.allocate()
-        views = layout.buffer.views(buffer)
+        places = layout.buffer
+        buffer = places.allocate()
+        views = places.views(buffer)
         write_packed(views, cu_seqlens, lengths)
         _write_documents(views, documents, cu_seqlens, vocab_size)
         num_target_tokens = int(np.count_nonzero(views["loss_mask"].numpy()))

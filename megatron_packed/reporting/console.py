@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -172,20 +173,14 @@ class ClosingLines:
         self._metric = ""
         """Task metric of the last validation."""
 
-    def write(self, record: dict[str, object]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         self._metric = _last_metric(record) or self._metric
         if "lm_loss" not in record:
             return
-        step, tokens, targets, rate = (
-            record[name]
-            for name in ("iteration", "real_tokens", "target_tokens", "tokens_per_second")
-        )
-        assert isinstance(step, int) and isinstance(tokens, int) and isinstance(targets, int)
-        assert isinstance(rate, float)
-        self._steps = [*self._steps[:1], step]
-        self._tokens += tokens
-        self._targets += targets
-        self._rates.append(rate)
+        self._steps = [*self._steps[:1], record["iteration"]]
+        self._tokens += record["real_tokens"]
+        self._targets += record["target_tokens"]
+        self._rates.append(record["tokens_per_second"])
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: the lines are printed after all writers are closed."""
@@ -240,13 +235,13 @@ def metric_text(name: str, share: float, count: int) -> str:
     return f", {name.replace('_', ' ')} {100 * share:.1f} % of {count:,} answers"
 
 
-def _last_metric(record: dict[str, object]) -> str:
+def _last_metric(record: dict[str, Any]) -> str:
     """Return the task metric of a validation's record as text; empty without one."""
-    share, count = record.get("valid_exact_match"), record.get("valid_exact_match_count")
-    if not isinstance(share, float) or not isinstance(count, int):
+    share = record.get("valid_exact_match")
+    if share is None:
         return ""
-    text = metric_text("exact_match", share, count).removeprefix(", ")
-    return f"{text} at step {record['iteration']:,}"
+    text = metric_text("exact_match", share, record["valid_exact_match_count"])
+    return f"{text.removeprefix(', ')} at step {record['iteration']:,}"
 
 
 def _best(config: RunConfig, progress: RunProgress) -> list[str]:

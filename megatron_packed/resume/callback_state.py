@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,9 @@ from megatron_packed.checkpoint.manifest import Manifest
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import CALLBACKS, CallbackRecord, Metadata
 from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.resume.held_state import Held, shards_of_parameter
+from megatron_packed.resume.held_state import Held, held_parameter
 
 _PATH_KEY = re.compile(r"[A-Za-z0-9_.:@+=,-]+")
 """Pattern of a key of a tensor; a slash joins the keys of nested objects."""
@@ -47,32 +50,20 @@ class CallbackError(RuntimeError):
         super().__init__(f"callback {callback.name}, {function}: {type(cause).__name__}: {text}")
 
 
+@dataclass(kw_only=True, eq=False)
 class CallbackStates:
-    """State of the callbacks of a run, which it saves to and restores from checkpoints.
+    """State of the callbacks of a run, which it saves to and restores from checkpoints."""
 
-    Args:
-        callbacks: the callbacks, the same on all ranks.
-        model: the model; its parameters' names are known.
-        device: device of the run.
-        layout: sizes of the parallel layout, as stored in checkpoints.
-        ranks: all ranks of the run.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[StatefulCallback],
-        model: HybridModel,
-        device: torch.device,
-        layout: Mapping[str, int],
-        ranks: Ranks,
-    ) -> None:
-        self._callbacks = callbacks
-        self._model = model
-        self._device = device
-        self._layout = layout
-        self._ranks = ranks
-        self._loaded: dict[str, dict[str, Any]] = {}
-        """Callback -> state of a checkpoint whose tensors a load fills."""
+    callbacks: Sequence[StatefulCallback]
+    """The callbacks, the same on all ranks."""
+    model: HybridModel
+    """The model; its parameters' names are known."""
+    groups: ParallelGroups
+    """Process groups of the run."""
+    layout: Mapping[str, int]
+    """Sizes of the parallel layout, as stored in checkpoints."""
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Callback -> state of a checkpoint whose tensors a load fills."""
 
     def save(self) -> tuple[list[Held], dict[str, Any]]:
         """Return the shards that this rank holds, and the metadata; a collective.
@@ -82,35 +73,31 @@ class CallbackStates:
         """
         held: list[Held] = []
         records: dict[str, CallbackRecord] = {}
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 state = callback.state_dict()
-                tensors: dict[str, Tensor] = {}
-                values = _without_tensors(state, tensors)
-                shards, record = self._shards(callback.name, values, tensors)
+                parts, record = self._parts(callback.name, state)
             except Exception as error:
                 raise CallbackError(callback, "state_dict", error) from error
-            held += shards
+            held += parts
             if state:
                 records[callback.name] = record
-        if not self._callbacks:
+        if not self.callbacks:
             return held, {}
-        of_ranks = self._ranks.gather(records)
-        states = {name: [of_rank.get(name) for of_rank in of_ranks] for name in records}
-        # Most states are the same on all ranks. One copy keeps the manifest small.
-        return held, {
-            CALLBACKS: {
-                name: [of_rank[0]] if all(state == of_rank[0] for state in of_rank) else of_rank
-                for name, of_rank in states.items()
-            }
-        }
+        of_ranks, states = Ranks.from_groups(self.groups).gather(records), {}
+        for name in records:
+            first, *others = [of_rank.get(name) for of_rank in of_ranks]
+            # Most states are the same on all ranks. One copy keeps the manifest small.
+            same = all(other == first for other in others)
+            states[name] = [first] if same else [first, *others]
+        return held, {CALLBACKS: states}
 
     def refusal(self, metadata: Metadata) -> str | None:
         """Return why a checkpoint's state of a callback cannot be loaded; None if it can."""
-        if metadata.get("layout") == self._layout:
+        if metadata.get("layout") == self.layout:
             return None
         stored = metadata.get(CALLBACKS, {})
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             records = stored.get(callback.name, [])
             alone = [path for record in records if record for path in record["tensors"]]
             if alone or len(records) > 1:
@@ -132,19 +119,16 @@ class CallbackStates:
         Raises:
             CheckpointMismatchError: the metadata names a tensor that the checkpoint does not have.
         """
-        self._loaded = {}
+        self.loaded = {}
         stored, shards = manifest.metadata.get(CALLBACKS, {}), []
-        parameters = self._model.sharded_parameters()
-        for callback in self._callbacks:
-            records = stored.get(callback.name)
-            record = None
-            if records:
-                record = records[0 if len(records) == 1 else self._ranks.rank]
+        parameters = self.model.sharded_parameters()
+        for callback in self.callbacks:
+            records = stored.get(callback.name, [None])
+            record = records[0 if len(records) == 1 else self.groups.rank]
             if record is None:
                 continue
-            tensors: dict[str, Tensor] = {}
+            self.loaded[callback.name] = state = deepcopy(record["values"])
             for path, place in (record["parameters"] | record["tensors"]).items():
-                on_device = self._device if place == "device" else torch.device("cpu")
                 is_parameter = path in record["parameters"]
                 name = self._tensor_name(callback.name, path, of_rank=not is_parameter)
                 sharded = parameters.get(_last_key(path)) if is_parameter else None
@@ -152,18 +136,19 @@ class CallbackStates:
                     raise CheckpointMismatchError(
                         f"has no tensor for {path} in the state of the callback {callback.name}"
                     )
-                dtype, shape = manifest.tensors[name].dtype, manifest.tensors[name].shape
-                if sharded is None:
-                    tensors[path] = torch.empty(shape, dtype=dtype, device=on_device)
-                    shards.append(TensorShard.whole(name, tensors[path]))
-                    continue
+                whole = manifest.tensors[name]
                 # Padding of a vocabulary is not stored, so it is zero.
-                tensor = torch.zeros(sharded.parameter.shape, dtype=dtype, device=on_device)
-                tensors[path] = tensor
-                shards += [
-                    shard for shard, _ in shards_of_parameter(name, sharded, tensor.view(-1))
-                ]
-            self._loaded[callback.name] = {"values": record["values"], "tensors": tensors}
+                tensor = torch.zeros(
+                    whole.shape if sharded is None else sharded.parameter.shape,
+                    dtype=whole.dtype,
+                    device=self.groups.device if place == "device" else "cpu",
+                )
+                _put(state, path, tensor)
+                if sharded is None:
+                    shards.append(TensorShard.whole(name, tensor))
+                else:
+                    parts = held_parameter(name, sharded, tensor.view(-1))
+                    shards += [part.shard for part in parts]
         return shards
 
     def restore(self) -> None:
@@ -172,21 +157,21 @@ class CallbackStates:
         Raises:
             CallbackError: `load_state_dict` has failed.
         """
-        for callback in self._callbacks:
-            loaded = self._loaded.pop(callback.name, None)
-            if loaded is None:
+        for callback in self.callbacks:
+            state = self.loaded.pop(callback.name, None)
+            if state is None:
                 continue
             try:
-                callback.load_state_dict(_with_tensors(loaded["values"], loaded["tensors"]))
+                callback.load_state_dict(state)
             except Exception as error:
                 raise CallbackError(callback, "load_state_dict", error) from error
 
     def warnings(self, metadata: Metadata) -> list[str]:
         """Return sentences about states that only the checkpoint or only this run has."""
-        stored, names = metadata.get(CALLBACKS, {}), [callback.name for callback in self._callbacks]
+        stored, names = metadata.get(CALLBACKS, {}), [callback.name for callback in self.callbacks]
         begins = [
             f"the checkpoint has no state of the callback {callback.name}, which begins without one"
-            for callback in self._callbacks
+            for callback in self.callbacks
             if callback.name not in stored and callback.state_dict()
         ]
         return begins + [
@@ -196,38 +181,32 @@ class CallbackStates:
             if name not in names
         ]
 
-    def _shards(
-        self, name: str, values: dict[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[list[Held], CallbackRecord]:
-        """Return the shards of one callback's tensors, and its metadata on this rank."""
-        parameters = self._model.sharded_parameters()
-        held = []
+    def _parts(self, name: str, state: Mapping[str, Any]) -> tuple[list[Held], CallbackRecord]:
+        """Return the parts of one callback's tensors, and its metadata on this rank."""
+        tensors: dict[str, Tensor] = {}
+        values = _without_tensors(state, tensors)
         record: CallbackRecord = {"values": values, "parameters": {}, "tensors": {}}
+        parameters, held = self.model.sharded_parameters(), list[Held]()
         for path, tensor in tensors.items():
-            sharded = parameters.get(_last_key(path))
-            like_parameter = sharded is not None and tensor.shape == sharded.parameter.shape
-            stored_name = self._tensor_name(name, path, of_rank=not like_parameter)
             # Every load of the checkpoint would refuse such a value.
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{path} has a value that is not finite")
             contiguous = tensor.detach().contiguous()
-            place = "device" if tensor.device.type == self._device.type else "host"
-            if sharded is not None and like_parameter:
+            place = "device" if tensor.device.type == self.groups.device.type else "host"
+            sharded = parameters.get(_last_key(path))
+            if sharded is not None and tensor.shape == sharded.parameter.shape:
                 record["parameters"][path] = place
-                held += [
-                    Held(shard, owned, replicated=True, expert=sharded.is_expert)
-                    for shard, owned in shards_of_parameter(
-                        stored_name, sharded, contiguous.view(-1)
-                    )
-                ]
+                stored_name = self._tensor_name(name, path, of_rank=False)
+                held += held_parameter(stored_name, sharded, contiguous.view(-1))
             else:
                 record["tensors"][path] = place
+                stored_name = self._tensor_name(name, path, of_rank=True)
                 shard = TensorShard.whole(stored_name, contiguous)
                 held.append(Held(shard, owned=True, replicated=False))
         return held, record
 
     def _tensor_name(self, callback: str, path: str, *, of_rank: bool) -> str:
-        rank = f"rank_{self._ranks.rank}/" if of_rank else ""
+        rank = f"rank_{self.groups.rank}/" if of_rank else ""
         return f"callback/{callback}/{rank}{path}"
 
 
@@ -274,13 +253,9 @@ def _check_json(path: str, value: object) -> None:
         )
 
 
-def _with_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state whose parts `_without_tensors` has separated."""
-    state = json.loads(json.dumps(values))
-    for path, tensor in tensors.items():
-        *parents, key = path.split("/")
-        place = state
-        for parent in parents:
-            place = place[parent]
-        place[key] = tensor
-    return dict(state)
+def _put(state: dict[str, Any], path: str, tensor: Tensor) -> None:
+    """Put a tensor into the state from which `_without_tensors` has taken it."""
+    *parents, key = path.split("/")
+    for parent in parents:
+        state = state[parent]
+    state[key] = tensor

@@ -39,10 +39,7 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
         model.tp.rank == 0,
     )
     for name, sharded in parameters.items():
-        for shard, owned in shards_of_parameter(
-            f"model/{name}", sharded, sharded.parameter.detach().view(-1)
-        ):
-            yield Held(shard, owned, replicated=True, expert=sharded.is_expert)
+        yield from held_parameter(f"model/{name}", sharded, sharded.parameter.detach().view(-1))
     for name, buffer in model.named_buffers():
         if name in persistent:
             yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)
@@ -91,22 +88,26 @@ def held_optimizer_state(
             yield Held(TensorShard.whole("optimizer/step", view), owned=first_tp, replicated=True)
         # float32 parameters are their own masters, and are saved once.
         elif kind != "master" or parameters[of].parameter.dtype == torch.bfloat16:
-            for shard, owned in shards_of_parameter(
-                f"optimizer/{name}", parameters[of], view, starts[name], compute
-            ):
-                yield Held(
-                    shard, owned, replicated=has_one_owner[of], expert=parameters[of].is_expert
-                )
+            yield from held_parameter(
+                f"optimizer/{name}",
+                parameters[of],
+                view,
+                starts[name],
+                replicated=has_one_owner[of],
+                compute=compute,
+            )
 
 
-def shards_of_parameter(
+def held_parameter(
     name: str,
     sharded: ShardedParameter,
     view: Tensor,
     start: int = 0,
+    *,
+    replicated: bool = True,
     compute: Callable[[int, int], Tensor] | None = None,
-) -> Iterator[tuple[TensorShard, bool]]:
-    """Yield the shards of the unsharded tensor that ``view`` holds, and whether this rank owns them.
+) -> Iterator[Held]:
+    """Yield the parts of the unsharded tensor that ``view`` holds.
 
     Args:
         name: name of the unsharded tensor.
@@ -114,6 +115,7 @@ def shards_of_parameter(
         view: consecutive elements of this rank's part of the parameter, or of an optimizer state of
             the same shape.
         start: index of the first element of ``view`` in this rank's flattened part.
+        replicated: see `Held`.
         compute: function that computes values of ``view``, see `TensorShard`.
     """
     for piece in sharded.stored_pieces():
@@ -131,13 +133,13 @@ def shards_of_parameter(
         for at, its_extent in extents:
             first, last = max(at, start), min(at + its_extent.numel, start + view.numel())
             if first < last:
-                held = its_extent.cut(first - at, last - at)
+                parts = its_extent.cut(first - at, last - at)
                 for shard in shards_of(
                     name,
                     tuple(sharded.stored_shape),
-                    held,
+                    parts,
                     view[first - start : last - start],
                     compute,
                     first - start,
                 ):
-                    yield shard, piece.owned
+                    yield Held(shard, piece.owned, replicated, sharded.is_expert)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_packed.checkpoint.load import load_checkpoint
-from megatron_packed.checkpoint.run_metadata import metadata_problem, tokenizer_warning
+from megatron_packed.checkpoint.run_metadata import tokenizer_warning
 from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import Tokenizer, meaning_hash, vocabulary
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.run_model import build_model
-from megatron_packed.resume.allowed_changes import model_refusal, precision_refusal
+from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.held_state import held_state
 
 
@@ -45,11 +47,7 @@ def load_model(
         [held.shard for held in held_state(model)],
         step=config.checkpoint.ckpt_step,
         allow_extra=("optimizer/", "rng/", "callback/"),
-        accept=lambda metadata: (
-            metadata_problem(metadata)
-            or precision_refusal(metadata, model.dtype)
-            or model_refusal(metadata, config.model)
-        ),
+        accept=partial(refusal_of_use, CheckpointUse.INFER, AskedRun(config=config)),
     )
     on_loaded(loaded.path)
     # Not an error: other files of the same tokenizer may write some tokens in another way.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from megatron_packed.checkpoint.errors import NoCheckpointError
-from megatron_packed.checkpoint.run_metadata import Metadata, packs_per_step_of, tokenizer_warning
+from megatron_packed.checkpoint.run_metadata import tokenizer_warning
 from megatron_packed.config.resumed_options import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.serialise import changed_options
-from megatron_packed.resume.allowed_changes import PHASE_CHANGES, model_refusal
+from megatron_packed.resume.allowed_changes import CheckpointUse, noted_keys, refusal_of_use
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.resume.schedule_change import schedule_change
 
@@ -21,7 +22,10 @@ _REACHED = {
     "--train-samples": "no whole batch is left of --train-samples {train_samples}",
     "--train-epochs": "--train-epochs {train_epochs:g} (step {last}) is reached",
 }
-"""Sentence of a run that has nothing left to train, by the flag that gives its length."""
+"""Sentence of a run that has nothing left to train, by the flag that gives its length.
+
+A run computes the lengths before that flag. They are no options.
+"""
 
 
 def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
@@ -82,7 +86,8 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
             "keep both."
         )
     if not options.finetune:
-        _say_changes(config, state, loaded.metadata, say)
+        for note in _notes(config, state):
+            say(note)
         for sentence in state.callback_states.warnings(loaded.metadata):
             warn(sentence)
         return
@@ -90,69 +95,64 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
     warning = tokenizer_warning(loaded.path, loaded.metadata, state.hashes.tokenizer_hash)
     if warning is not None:
         warn(warning)
-    refusal = model_refusal(loaded.metadata, config.model)
-    if refusal is not None:
-        warn(f"{loaded.path} {refusal}; fine-tuning still loads these weights unchanged.")
+    other_model = refusal_of_use(CheckpointUse.WARN, state.run, loaded.metadata)
+    if other_model is not None:
+        warn(f"{loaded.path} {other_model}; fine-tuning still loads these weights unchanged.")
 
 
-def _say_changes(config: RunConfig, state: RunState, metadata: Metadata, say: Say) -> None:
-    """Print options that changed since the checkpoint, and the effects of another batch size."""
-    assert state.plan is not None and state.resumed is not None
-    done, begins = state.progress, state.resumed.begins
+def _notes(config: RunConfig, state: RunState) -> Iterator[str]:
+    """Yield the options that changed since the checkpoint, and the effects of changes."""
+    done, stored = state.progress, state.resumed
+    assert stored is not None
     last = config.last_iteration(done.samples_ahead(config.packing))
+    is_over, trains = done.iteration >= last, not config.training.skip_train
     if state.phases:
-        say(_phase_sentence(state, begins))
-    stored_config = metadata["config"]
+        yield _phase_sentence(state, stored.begins)
+    options = stored.options
     if takes_schedule(config):
-        stored_config = {
-            **stored_config,
-            "optim": {**stored_config["optim"], **stored_schedule(stored_config)},
-        }
-    keys = PHASE_CHANGES if begins else ("optim", "training")
-    changed = changed_options(stored_config, state.config, keys)
-    # With --train-samples and --train-epochs, these lengths are computed and are not options.
-    computed: dict[str, tuple[str, ...]] = {
-        "--train-samples": ("--train-iters ",),
-        "--train-epochs": ("--train-iters ", "--train-samples "),
-    }
-    without = computed.get(config.training.length_flag, ())
-    changed = [option for option in changed if not option.startswith(without)]
+        options = {**options, "optim": {**options["optim"], **stored_schedule(options)}}
+    length = config.training.length_flag
+    computed = set(takewhile(lambda flag: flag != length, _REACHED))
+    changed = [
+        option
+        for option in changed_options(options, state.config, noted_keys(begins=stored.begins))
+        if option.split()[0] not in computed
+    ]
     if changed:
-        say(f"changed since the checkpoint: {'; '.join(changed)}")
-    if done.iteration < last and not config.training.skip_train:
-        jump = schedule_change(config, metadata["config"], done)
-        if jump is not None:
-            say(jump)
-    before_best, patience = state.resumed.progress.best_at, config.training.early_stopping_patience
-    if before_best and not done.best_at and not begins and not config.training.skip_train:
-        counts = "" if patience is None else " and the count of --early-stopping-patience"
-        say(
+        yield f"changed since the checkpoint: {'; '.join(changed)}"
+    if trains and not is_over and (jump := schedule_change(config, stored.options, done)):
+        yield jump
+    before_best = stored.progress.best_at
+    if before_best and not done.best_at and not stored.begins and trains:
+        stops = config.training.early_stopping_patience is not None
+        counts = " and the count of --early-stopping-patience" * stops
+        yield (
             f"a validation reads other data than before step {done.iteration + 1:,}, so the search for the "
             f"lowest loss{counts} begins again; --save-retain no longer keeps the best checkpoint so far (step "
             f"{before_best:,})"
         )
     # Another batch size changes the packs of each later step, so it is printed.
-    stored_packs, packs = packs_per_step_of(metadata), config.packs_per_step()
-    if state.resumed.imported:
-        say(
+    packs = config.packs_per_step()
+    if stored.imported:
+        yield (
             f"steps and samples of the imported checkpoint continue ({done.plan_samples:,} samples); "
             "its data begins with the first pack"
         )
-    elif stored_packs != packs and not begins:
-        sizes = "; ".join(changed_options(metadata["config"], state.config, ("packing",)))
+    elif stored.packs_per_step != packs and not stored.begins:
+        sizes, _ = state.run.changes(stored.options, ("packing",))
         rate = "samples" if config.schedule_units == {"samples"} else "steps"
         onward = (
             f"; step {done.iteration + 1:,} continues with the next pack, with {packs:,} packs a step instead of "
-            f"{stored_packs:,}; the learning rate counts {rate}, and the last step is {last:,}"
+            f"{stored.packs_per_step:,}; the learning rate counts {rate}, and the last step is {last:,}"
         )
-        say(
+        yield (
             f"{sizes}: {done.consumed_packs:,} packs were trained on in {done.iteration:,} steps"
-            f"{onward if done.iteration < last else ''}."
+            f"{'' if is_over else onward}."
         )
-    if done.iteration >= last:
-        reached = _REACHED[config.training.length_flag].format(last=last, **vars(config.training))
-        totals = " The length of a run includes its earlier phases." if begins else ""
-        say(f"{reached}: there is nothing left to train.{totals}")
+    if is_over:
+        reached = _REACHED[length].format(last=last, **vars(config.training))
+        totals = " The length of a run includes its earlier phases." * stored.begins
+        yield f"{reached}: there is nothing left to train.{totals}"
 
 
 def _phase_sentence(state: RunState, begins: bool) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,11 @@ from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
     BEST_STEP,
+    EXPERT_BOUNDS,
     FOLDER,
-    NO_HASHES,
     ORIGINAL,
     PHASES,
     SPIKE_WINDOW,
-    DataHashes,
     Metadata,
     Phase,
     RunProgress,
@@ -35,111 +34,71 @@ from megatron_packed.checkpoint.run_metadata import (
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard, share_out, whole_tensors
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
-from megatron_packed.data.packing.pack_plan import PackPlan
+from megatron_packed.config.serialise import model_hash
 from megatron_packed.data.progress_bar import ProgressBar
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import RngState
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
+from megatron_packed.resume.compared_runs import AskedRun, Resumed
 from megatron_packed.resume.held_state import Held, held_state
 from megatron_packed.resume.loaded_optimizer_state import LoadedOptimizerState
-from megatron_packed.resume.phases_and_stored_packs import Resumed, begun_phase
-from megatron_packed.resume.stored_expert_bounds import restore_bounds, stored_bounds
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
     from megatron_packed.checkpoint.manifest import Manifest
-    from megatron_packed.resume.allowed_changes import CheckpointRefusals
 
 
+@dataclass(eq=False)
 class RunState:
     """State of one run, which it saves to and restores from checkpoints.
 
-    Args:
-        model, optimizer: written in place by a load.
-        groups: process groups; all ranks write and all ranks read.
-        plan: order of the packs. A load moves the plan to the position of the run.
-        hashes: hashes of the data.
-        config: the resolved configuration as a JSON object, stored in the checkpoint.
-        model_hash: hash of the options that decide shapes.
-        schedule_units: units of the learning-rate schedule, see `RunConfig`.
-        implied: options that checkpoints decide (`implied_keys`).
-        lock: rank 0's lock on the directory of checkpoints, verified at every save.
-        planned: the checkpoint for which the plan was made.
-        attached: texts that each checkpoint contains, by file name.
-        changed_files: see `CheckpointRefusals`.
-        show: show progress and warnings of loads on standard error.
-        callbacks: callbacks of the user, whose states are saved and restored.
+    A load writes model and optimizer in place, and moves the plan to the position of the run.
     """
 
-    def __init__(
-        self,
-        model: HybridModel,
-        optimizer: Optimizer,
-        groups: ParallelGroups,
-        *,
-        plan: PackPlan | None = None,
-        config: dict[str, Any],
-        model_hash: str,
-        hashes: DataHashes = NO_HASHES,
-        schedule_units: Collection[str] = (),
-        implied: Collection[str] = (),
-        lock: RootLock | None = None,
-        planned: Resumed | None = None,
-        attached: Mapping[str, str] | None = None,
-        changed_files: str = "",
-        show: bool = True,
-        callbacks: Sequence[StatefulCallback] = (),
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.groups = groups
-        self.plan = plan
-        self.plan_hash = "" if plan is None else plan.hash
-        self.hashes = hashes
-        self.config = config
-        self.model_hash = model_hash
-        self.attached = dict(attached or {})
-        self._schedule_units = schedule_units
-        self._implied = set(implied)
-        self._planned = planned
-        self._changed_files = changed_files
-        self.progress = RunProgress()
-        phase = begun_phase(config)
+    model: HybridModel
+    optimizer: Optimizer
+    groups: ParallelGroups
+    """Process groups; all ranks write and all ranks read."""
+    run: AskedRun
+    _: KW_ONLY
+    lock: RootLock | None = None
+    """Rank 0's lock on the directory of checkpoints, verified at every save."""
+    attached: Mapping[str, str] | None = None
+    """Texts that each checkpoint contains, by file name."""
+    show: bool = True
+    """Show progress and warnings of loads on standard error."""
+    callbacks: Sequence[StatefulCallback] = ()
+    """Callbacks of the user, whose states are saved and restored."""
+    progress: RunProgress = field(default_factory=RunProgress)
+    original: Any = None
+    """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
+    resumed: Resumed | None = None
+    """The checkpoint from which the run continues."""
+
+    def __post_init__(self) -> None:
+        self.hashes = self.run.hashes
+        phase = self.run.config.checkpoint.begin_phase
         self.phases: tuple[Phase, ...] = () if phase is None else (Phase(phase, 0),)
         """Phases of the run, the current one last."""
-        self.original: Any = None
-        """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
-        self.resumed: Resumed | None = None
-        """The checkpoint from which the run continues."""
-        self._show = show
-        self._device = groups.device
-        self._lock = lock
-        self._ranks = Ranks.from_groups(groups)
+        self._device = self.groups.device
+        self._ranks = Ranks.from_groups(self.groups)
         self.callback_states = CallbackStates(
-            callbacks, model, groups.device, self._layout, self._ranks
+            callbacks=self.callbacks, model=self.model, groups=self.groups, layout=self._layout
         )
-        self._background: BackgroundSaves | None = None
-        self._background_ranks = self._ranks
+        self._background = BackgroundSaves()
         self.run_id = str(self._ranks.gather(uuid.uuid4().hex[:12])[0])
 
     @cached_property
-    def refusals(self) -> CheckpointRefusals:
-        """Comparison of this run with a checkpoint that it loads."""
-        from megatron_packed.resume.allowed_changes import CheckpointRefusals
+    def _background_ranks(self) -> Ranks:
+        """Separate group: collectives of the saving thread must not mix with training's."""
+        return replace(self._ranks, group=self.groups.another_world_group())
 
-        return CheckpointRefusals(
-            model=self.model,
-            plan=self.plan,
-            plan_hash=self.plan_hash,
-            hashes=self.hashes,
-            config=self.config,
-            schedule_units=self._schedule_units,
-            implied=self._implied,
-            planned=self._planned,
-            changed_files=self._changed_files,
-        )
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The configuration as a JSON object, stored in checkpoints."""
+        return self.run.options
 
     def save(self, options: CheckpointConfig) -> SavedCheckpoint | None:
         """Write a checkpoint of the current iteration; a collective.
@@ -163,20 +122,23 @@ class RunState:
         callbacks, callback_metadata = self.callback_states.save()
         shards = self._owned_shards(options, callbacks)
         metadata = self._metadata() | callback_metadata
-        if not options.async_save:
-            return self._write(shards, metadata, options, self.progress.iteration, self._ranks)
-        if self._background is None:
-            self._background = BackgroundSaves()
-            # A separate group: collectives of the saving thread must not mix with training's.
-            self._background_ranks = replace(self._ranks, group=self.groups.another_world_group())
+        assert options.save is not None
         write = partial(
-            self._write,
+            save_checkpoint,
+            options.save,
+            self.progress.iteration,
             metadata=metadata,
-            options=options,
-            step=self.progress.iteration,
-            ranks=self._background_ranks,
+            run_id=self.run_id,
+            config_hash=model_hash(self.run.config.model),
+            keep_last=options.keep_last,
+            keep_every=options.save_retain_interval,
+            keep_step=metadata[BEST_STEP] if options.save_best else None,
+            run_lock=self.lock,
+            attached=self.attached,
         )
-        self._background.begin(write, shards)
+        if not options.async_save:
+            return write(shards, **vars(self._ranks))
+        self._background.begin(partial(write, **vars(self._background_ranks)), shards)
         return previous_save
 
     def saved(self, *, wait: bool = False) -> SavedCheckpoint | None:
@@ -187,7 +149,7 @@ class RunState:
         Raises:
             CheckpointError: the checkpoint could not be written; the previous one is untouched.
         """
-        return None if self._background is None else self._background.take(wait=wait)
+        return self._background.take(wait=wait)
 
     def _owned_shards(
         self, options: CheckpointConfig, callbacks: Sequence[Held]
@@ -196,60 +158,40 @@ class RunState:
         self.optimizer.buffers.wait_params()
         saved = held_state(self.model, self.optimizer if options.save_optim else None)
         owned = [held for held in (*saved, *callbacks) if held.owned]
-        dense_shards = [held.shard for held in owned if held.replicated and not held.expert]
-        experts = [held.shard for held in owned if held.replicated and held.expert]
+        shards: list[TensorShard] = []
         # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
-        shards = share_out(dense_shards, groups.dp_cp.rank, groups.dp_cp.size)
-        shards += share_out(experts, groups.expert_dp.rank, groups.expert_dp.size)
+        for expert, axis in ((False, groups.dp_cp), (True, groups.expert_dp)):
+            copies = [held.shard for held in owned if held.replicated and held.expert == expert]
+            shards += share_out(copies, axis.rank, axis.size)
         shards += [held.shard for held in owned if not held.replicated]
-        rng = RngState.capture(self._device).tensors if options.save_rng else {}
-        return shards + whole_tensors(
-            {f"rng/rank_{groups.rank}/{name}": tensor for name, tensor in rng.items()}
-        )
+        if options.save_rng:
+            shards += self._rng_shards(RngState.capture(self._device))
+        return shards
+
+    def _rng_shards(self, rng: RngState) -> list[TensorShard]:
+        place = f"rng/rank_{self.groups.rank}"
+        return whole_tensors({f"{place}/{name}": tensor for name, tensor in rng.tensors.items()})
 
     def _metadata(self) -> dict[str, Any]:
-        spikes = self.optimizer.spikes
+        spikes, plan = self.optimizer.spikes, self.run.plan
+        optional = {
+            SPIKE_WINDOW: None if spikes is None else spikes.state(),
+            EXPERT_BOUNDS: self.model.expert_room.state(self.model.ep.size),
+            ORIGINAL: self.original,
+        }
         return {
             "progress": vars(self.progress).copy(),
-            "plan_hash": self.plan_hash,
+            "plan_hash": "" if plan is None else plan.hash,
             **self.hashes._asdict(),
             "layout": self._layout,
             "rng": self._ranks.gather(dict(RngState.capture(self._device).metadata)),
             "config": self.config,
-            **({} if spikes is None else {SPIKE_WINDOW: spikes.state()}),
-            **stored_bounds(self.model),
-            "room": None if self.plan is None else self.plan.room,
+            "room": None if plan is None else plan.room,
             BEST_STEP: self.progress.best_at or None,
             PHASES: [phase._asdict() for phase in self.phases],
             FOLDER: os.getcwd(),
-            **({} if self.original is None else {ORIGINAL: self.original}),
+            **{key: value for key, value in optional.items() if value is not None},
         }
-
-    def _write(
-        self,
-        shards: Sequence[TensorShard],
-        metadata: dict[str, Any],
-        options: CheckpointConfig,
-        step: int,
-        ranks: Ranks,
-    ) -> SavedCheckpoint:
-        assert options.save is not None
-        return save_checkpoint(
-            options.save,
-            step,
-            shards,
-            metadata,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            group=ranks.group,
-            run_id=self.run_id,
-            config_hash=self.model_hash,
-            keep_last=options.keep_last,
-            keep_every=options.save_retain_interval,
-            keep_step=metadata[BEST_STEP] if options.save_best else None,
-            run_lock=self._lock,
-            attached=self.attached,
-        )
 
     def load(self, options: CheckpointConfig) -> LoadedCheckpoint:
         """Restore the newest valid checkpoint of ``options.load`` (or ``ckpt_step``); a collective.
@@ -268,42 +210,42 @@ class RunState:
             CheckpointError: no checkpoint is valid.
         """
         from megatron_packed.checkpoint.load import load_checkpoint
+        from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 
+        assert options.load is not None
         # The load writes random states into these tensors. They are applied only after the whole
         # checkpoint has been verified.
-        rng = RngState.capture(self._device)
-        with_optimizer, with_rng = (
-            x and not options.finetune for x in (options.load_optim, options.load_rng)
-        )
+        rng, resumes = RngState.capture(self._device), not options.finetune
+        loads_optimizer = options.load_optim and resumes
+        state = LoadedOptimizerState(self.model, self.optimizer) if loads_optimizer else None
         self.optimizer.buffers.wait_params()
         wanted = [held.shard for held in held_state(self.model)]
-        state = LoadedOptimizerState(self.model, self.optimizer) if with_optimizer else None
-        if with_rng:
-            wanted += whole_tensors(
-                {f"rng/rank_{self.groups.rank}/{name}": t for name, t in rng.tensors.items()}
-            )
+        if options.load_rng and resumes:
+            wanted += self._rng_shards(rng)
+
+        def refused(metadata: Metadata) -> str | None:
+            if not resumes:
+                return refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
+            problem = refusal_of_use(CheckpointUse.RESUME, self.run, metadata)
+            return problem or self.callback_states.refusal(metadata)
 
         def more_wanted(manifest: Manifest) -> list[TensorShard]:
             of_optimizer = [] if state is None else state.wanted(manifest)
-            of_callbacks = [] if options.finetune else self.callback_states.wanted(manifest)
-            return [*of_optimizer, *of_callbacks]
+            return [*of_optimizer, *(self.callback_states.wanted(manifest) if resumes else ())]
 
-        unwanted = () if with_optimizer else ("optimizer/",)
-        assert options.load is not None
-        show = self._show and self.groups.rank == 0
+        unwanted = ("rng/", "callback/", *(() if loads_optimizer else ("optimizer/",)))
+        show = self.show and self.groups.rank == 0
         with ProgressBar("reading the checkpoint", 1, show) as bar:
             loaded = load_checkpoint(
                 options.load,
                 wanted,
-                rank=self.groups.rank,
-                world_size=self.groups.world_size,
-                group=self.groups.world_group,
+                **vars(self._ranks),
                 step=options.ckpt_step,
                 allow_missing=("",) if options.allows_unexpected else ("rng/",),
-                allow_extra=("",) if options.allows_missing else ("rng/", "callback/", *unwanted),
-                accept=self.refusals.for_fine_tuning if options.finetune else self._refusal,
+                allow_extra=("",) if options.allows_missing else unwanted,
+                accept=refused,
                 more_wanted=more_wanted,
-                warn=None if self._show else lambda line: None,
+                warn=None if self.show else lambda line: None,
                 on_read=lambda done, total: bar.update(done, total=total),
             )
         if state is None:
@@ -314,14 +256,9 @@ class RunState:
             state.convert()
             self._round_weights(loaded.metadata)
         self.original = loaded.metadata.get(ORIGINAL)
-        if options.finetune:
-            return loaded
-        self._go_on(loaded, rng if with_rng else None)
+        if resumes:
+            self._go_on(loaded, rng if options.load_rng else None)
         return loaded
-
-    def _refusal(self, metadata: Metadata) -> str | None:
-        """Return why a run cannot resume from a checkpoint; None if it can."""
-        return self.refusals.for_resuming(metadata) or self.callback_states.refusal(metadata)
 
     def _go_on(self, loaded: LoadedCheckpoint, rng: RngState | None) -> None:
         """Restore position, spike window and random states from a checkpoint.
@@ -329,48 +266,46 @@ class RunState:
         Args:
             rng: random states with tensors from the checkpoint; None does not restore them.
         """
-        resumed = Resumed.from_metadata(loaded.metadata, begun_phase(self.config))
+        metadata, run, spikes = loaded.metadata, self.run, self.optimizer.spikes
+        resumed = Resumed(metadata, run.config.checkpoint.begin_phase)
         self.resumed = resumed
         self.phases = resumed.phases
-        self.progress = resumed.progress_in(self.config, self.plan, self.hashes)
-        self.hashes = self.hashes.keeping(resumed.hashes)
-        spikes = self.optimizer.spikes
-        # Losses of other data would make every step of a new phase a spike.
-        if spikes is not None and SPIKE_WINDOW in loaded.metadata and not resumed.begins:
-            spikes.load_state(loaded.metadata[SPIKE_WINDOW])
-        restore_bounds(self.model, loaded.metadata)
-        if self.plan is not None:
-            done = self.progress
-            samples = done.samples(self.config["packing"]["micro_batch_size"])
-            self.plan.resume(done.iteration, done.consumed_packs - done.plan_packs, samples)
+        self.progress = resumed.progress_in(run.config, run.plan, run.hashes)
+        self.hashes = run.hashes.keeping(resumed.hashes)
         self.run_id = loaded.run_id
+        # Losses of other data would make every step of a new phase a spike.
+        if spikes is not None and SPIKE_WINDOW in metadata and not resumed.begins:
+            spikes.load_state(metadata[SPIKE_WINDOW])
+        if EXPERT_BOUNDS in metadata:
+            sends_parts = self.model.config.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+            self.model.expert_room.load_state(
+                metadata[EXPERT_BOUNDS], self.model.ep.size, sends_parts=sends_parts
+            )
+        if run.plan is not None:
+            done = self.progress
+            samples = done.samples(run.config.packing.micro_batch_size)
+            run.plan.resume(done.iteration, done.consumed_packs - done.plan_packs, samples)
         self.callback_states.restore()
         # In another layout, ranks draw other random numbers anyway; their states start from the
         # seed.
-        same_layout = loaded.metadata.get("layout") == self._layout
-        if (
-            rng is not None
-            and same_layout
-            and not any(n.startswith("rng/") for n in loaded.missing)
-        ):
-            metadata = loaded.metadata["rng"][self.groups.rank]
-            RngState(tensors=rng.tensors, metadata=metadata).restore(self._device)
+        same_layout = metadata.get("layout") == self._layout
+        lacks_rng = any(name.startswith("rng/") for name in loaded.missing)
+        if rng is not None and same_layout and not lacks_rng:
+            replace(rng, metadata=metadata["rng"][self.groups.rank]).restore(self._device)
 
     @torch.no_grad()
     def _reset_masters(self, missing: Sequence[str]) -> None:
         """Copy this rank's weights to the masters that the checkpoint lacks."""
-        masters, starts = self.optimizer.state_shards(), self.optimizer.state_starts()
-        for name in (
-            name.removeprefix("optimizer/")
-            for name in missing
-            if name.startswith("optimizer/master/")
-        ):
-            parameter = name.removeprefix("master/")
-            if name not in masters:  # The master is a pair.
-                masters[f"remainder/{parameter}"].zero_()
+        starts = self.optimizer.state_starts()
+        for name, state in self.optimizer.state_shards().items():
+            kind, _, parameter = name.partition("/")
+            if f"optimizer/master/{parameter}" not in missing:
                 continue
-            weights = self.model.get_parameter(parameter).view(-1)
-            masters[name].copy_(weights[starts[name] : starts[name] + masters[name].numel()])
+            if kind == "remainder":
+                state.zero_()
+            elif kind == "master":
+                weights = self.model.get_parameter(parameter).view(-1)
+                state.copy_(weights[starts[name] : starts[name] + state.numel()])
 
     def _round_weights(self, metadata: Metadata) -> None:
         """Round the weights again if masters of the run or of the checkpoint may be pairs.
@@ -378,10 +313,9 @@ class RunState:
         A pair rounds a master halfway between two bf16 numbers up, and others round it to the even
         number. Ranks that own no master of a weight have loaded the checkpoint's weight.
         """
-        config = metadata["config"]
-        stored = config.get("optim", {}).get("use_precision_aware_optimizer", False)
-        imported = "packing" not in config
-        if stored or imported or self.optimizer.precision.remainders:
+        stored = Resumed(metadata)
+        pairs = stored.imported or stored.config.optim.use_precision_aware_optimizer
+        if pairs or self.optimizer.precision.remainders:
             self.optimizer.write_params()
 
     @property

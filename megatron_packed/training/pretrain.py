@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.launch_checks import environment_number
-from megatron_packed.config.resumed_options import implied_keys
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.serialise import model_hash, to_dict
 from megatron_packed.distributed.collectives import barrier
 from megatron_packed.distributed.determinism import configure_determinism
 from megatron_packed.distributed.failure_watch import FailureWatch
@@ -44,7 +42,7 @@ from megatron_packed.reporting.run_writers import (
     write_page_if_requested,
     writers_of,
 )
-from megatron_packed.resume.phases_and_stored_packs import Resumed, resumed_options
+from megatron_packed.resume.compared_runs import AskedRun, Resumed, resumed_options
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.callback import Callback
@@ -92,41 +90,25 @@ def run_job(
         return ExitCode.USAGE
     # A rank that fails now informs the other ranks, which would otherwise wait in a collective.
     watch = FailureWatch(groups)
-    console = Console.of_run(groups.rank, config.logging, quiet=quiet)
     outputs = ClaimedOutputs()
+    report = partial(_report, watch=watch, groups=groups, outputs=outputs)
+    launch = Launch(
+        config=config,
+        groups=groups,
+        console=Console.of_run(groups.rank, config.logging, quiet=quiet),
+        signal=signal_flag,
+        watch=watch,
+        hang_detector=hang_detector_of(groups, report),
+        outputs=outputs,
+        on_record=on_record,
+        callbacks=callbacks,
+    )
     try:
-        # Checks before files are created, and before data is read, which may take hours.
-        if groups.world_size > 1:
-            from megatron_packed.distributed.same_flags import check_same_flags
-
-            check_same_flags(config, groups)
-        check_kernels(config, groups.device)
-        outputs.claim(config, groups)
-        report = partial(_report, watch=watch, groups=groups, outputs=outputs)
-        exit_code: int = _train(
-            Launch(
-                config=config,
-                groups=groups,
-                console=console,
-                signal=signal_flag,
-                watch=watch,
-                hang_detector=hang_detector_of(groups, report),
-                outputs=outputs,
-                on_record=on_record,
-                callbacks=callbacks,
-            )
-        )
-        barrier(groups)  # if another rank fails now, this rank ends here, too
+        exit_code: int = _check_and_train(launch)
     except Exception as error:
         # A Python caller gets the exception, so nothing is printed. With several ranks, the failure
         # is still reported, so that the other ranks end.
-        exit_code = _report(
-            error,
-            watch=watch,
-            groups=groups,
-            outputs=outputs,
-            quiet=raises and groups.world_size == 1,
-        )
+        exit_code = report(error, quiet=raises and groups.world_size == 1)
         if raises:
             outputs.release()
             raise
@@ -210,6 +192,21 @@ class Launch:
     """Counts of the run's steps, for its last lines."""
 
 
+def _check_and_train(launch: Launch) -> ExitCode:
+    """Check flags and kernels, claim the output folders, and train; wait for all ranks at the end."""
+    config, groups = launch.config, launch.groups
+    # Checks before files are created, and before data is read, which may take hours.
+    if groups.world_size > 1:
+        from megatron_packed.distributed.same_flags import check_same_flags
+
+        check_same_flags(config, groups)
+    check_kernels(config, groups.device)
+    launch.outputs.claim(config, groups)
+    exit_code = _train(launch)
+    barrier(groups)  # if another rank fails now, this rank ends here, too
+    return exit_code
+
+
 def _train(launch: Launch) -> ExitCode:
     """Build the run in phases, train, and close all resources."""
     # The memory history must start before the first tensor of the run is allocated.
@@ -276,7 +273,7 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         stored=stored,
     )
     plan, hashes = data.train.plan, data.hashes
-    progress = None if resumed is None else resumed.progress_in(to_dict(config), plan, hashes)
+    progress = None if resumed is None else resumed.progress_in(config, plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
 
 
@@ -297,16 +294,16 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         job.model,
         job.optimizer,
         groups,
-        plan=data.train.plan,
-        hashes=data.hashes,
-        config=to_dict(config),
-        model_hash=model_hash(config.model),
-        schedule_units=config.schedule_units,
-        implied=implied_keys(config),
+        AskedRun(
+            config=config,
+            vocab_size=data.vocab_size,
+            plan=data.train.plan,
+            hashes=data.hashes,
+            planned=launch.resumed,
+            changed_files=data.changed_files,
+        ),
         lock=launch.outputs.lock,
-        planned=launch.resumed,
         attached=data.attached,
-        changed_files=data.changed_files,
         show=not console.silent,
         callbacks=launch.callbacks,
     )

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron_packed.distributed.collectives import all_reduce_sum
@@ -145,9 +145,7 @@ class TrainStep:
         # A non-finite value in any part of the backward pass reaches the gradient of the embedding's
         # output. Graphs of layers do not contain the embedding, so its hooks run for every
         # micro-batch.
-        model.embedding.register_forward_hook(
-            lambda _module, _inputs, output: self._watch_gradient(output)
-        )
+        model.embedding.register_forward_hook(self._watch_gradient)
 
     def __call__(
         self,
@@ -434,10 +432,10 @@ class TrainStep:
         with record_function("dp::reduce"):
             if self.overlapped is not None:
                 self.overlapped.finish()
-            else:
+            elif self.groups.world_size > 1:
                 self.buffers.reduce(self.groups)
 
-    def _watch_gradient(self, embedded_TD: Tensor) -> None:
+    def _watch_gradient(self, _module: nn.Module, _inputs: object, embedded_TD: Tensor) -> None:
         if embedded_TD.requires_grad:
             embedded_TD.register_hook(self._keep_sum)  # type: ignore[no-untyped-call]
 

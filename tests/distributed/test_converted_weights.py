@@ -17,6 +17,7 @@ from megatron_packed.config.serialise import section_to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.convert.import_huggingface import from_huggingface, open_model
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
 from support.converted_model import FIELDS, write_model
@@ -41,7 +42,7 @@ def begin(
     """Return this rank's weights from ``--pretrained-checkpoint`` and the loss of the first step."""
     config = config_of(way, **model)
     job = build_job(config, groups, FIELDS["vocab_size"])
-    state = RunState(job.model, job.optimizer, groups, config={}, model_hash="")
+    state = RunState(job.model, job.optimizer, groups, AskedRun(config=config))
     state.load(CheckpointConfig(load=root, finetune=True))
     held = everything(job)
     targets = sum(len(tokens) - 1 for tokens in DOCUMENTS)

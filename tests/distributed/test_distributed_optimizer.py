@@ -27,7 +27,6 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed import collectives
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
@@ -35,6 +34,7 @@ from megatron_packed.distributed.zero1_layout import BufferPart, Ownership
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
@@ -382,8 +382,8 @@ def test_a_rank_keeps_its_part_alone(world_size: int, pools: WorkerPools) -> Non
 
 
 def run_state(job: Job, groups: ParallelGroups, distributed: bool, bf16: bool) -> RunState:
-    config = to_dict(config_of(distributed, bf16=bf16, clip=0.5, seed=1))
-    return RunState(job.model, job.optimizer, groups, config=config, model_hash="")
+    config = config_of(distributed, bf16=bf16, clip=0.5, seed=1)
+    return RunState(job.model, job.optimizer, groups, AskedRun(config=config))
 
 
 def save(groups: ParallelGroups, folder: str, distributed: bool, bf16: bool) -> Found:

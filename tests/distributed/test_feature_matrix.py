@@ -17,7 +17,7 @@ from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.packed.shared_tables import SharedTables
+from megatron_packed.packed.params import SharedTables
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import build_job
 from support.layouts import VOCAB, Way, config_of, scales_of

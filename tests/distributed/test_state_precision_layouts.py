@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
@@ -62,8 +62,7 @@ def update(job: Job, steps: range) -> None:
 
 
 def state_of(job: Job, groups: ParallelGroups, way: Way) -> RunState:
-    config = to_dict(low_state(way))
-    return RunState(job.model, job.optimizer, groups, config=config, model_hash="")
+    return RunState(job.model, job.optimizer, groups, AskedRun(config=low_state(way)))
 
 
 def updated(groups: ParallelGroups, way: Way, steps: range, save: str = "") -> Shards:

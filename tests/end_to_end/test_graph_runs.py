@@ -368,37 +368,30 @@ def test_what_tune_recommends_never_runs_eagerly(
     assert len(lines) == 12 and sum(line["graph_fallbacks"] for line in lines) == 0
 
 
+STRICT = {"cuda_graph_strict": True, "cuda_graph_max_packed_seqs": 128}
+
+
+def ended_by(code: int, sentence: str, options: dict[str, Any], folder: Path, **more: Any) -> str:
+    """Check that a run ends with an exit code and one sentence, and return its console."""
+    finished = run({**options, **saving(folder)}, folder, **more)
+    assert finished.exit_code == code and "Traceback" not in finished.console, finished.console
+    assert finished.console.count(sentence) == 1
+    return finished.console
+
+
 def test_strict_on_a_cpu_is_refused_before_data_is_read(
     graphs: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {
-        **graphs,
-        "cuda_graph_strict": True,
-        "cuda_graph_max_packed_seqs": 128,
-        **saving(tmp_path),
-    }
-    finished = run({**options, "data_cache_path": tmp_path / "cache"}, tmp_path)
-    assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
-    assert (
-        finished.console.count("--cuda-graph-strict forbids eager runs; leave it out on a CPU") == 1
-    )
-    assert "documents, " not in finished.console and not (tmp_path / "cache").exists()
+    options = {**graphs, **STRICT, "data_cache_path": tmp_path / "cache"}
+    sentence = "--cuda-graph-strict forbids eager runs; leave it out on a CPU"
+    console = ended_by(FALLBACK, sentence, options, tmp_path)
+    assert "documents, " not in console and not (tmp_path / "cache").exists()
 
 
 def test_strict_ends_a_run_whose_capture_fails(graphs: dict[str, Any], tmp_path: Path) -> None:
     prepare = partial(capture_on_cpu, fail_at=(3,), diary=tmp_path / "diary")
-    options = {
-        **graphs,
-        "cuda_graph_strict": True,
-        "cuda_graph_max_packed_seqs": 128,
-        **saving(tmp_path),
-    }
-    finished = run(options, tmp_path, prepare=prepare)
-    assert finished.exit_code == FALLBACK and "Traceback" not in finished.console, finished.console
-    assert (
-        finished.console.count("CUDA graph fallback: layers.2 not captured for up to 128 documents")
-        == 1
-    )
+    sentence = "CUDA graph fallback: layers.2 not captured for up to 128 documents"
+    ended_by(FALLBACK, sentence, {**graphs, **STRICT}, tmp_path, prepare=prepare)
     assert (tmp_path / "diary").read_text().splitlines() == ["report, 0 graphs"]
 
 
@@ -422,15 +415,9 @@ def test_an_audit_that_finds_something_ends_the_run_by_a_sentence(
     graphs: dict[str, Any], tmp_path: Path
 ) -> None:
     prepare = partial(capture_on_cpu, forget_to_accumulate, diary=tmp_path / "diary")
-    options = {**graphs, "cuda_graph_audit_interval": 4, **saving(tmp_path)}
-    finished = run(options, tmp_path, prepare=prepare)
-    assert finished.exit_code == AUDIT and "Traceback" not in finished.console, finished.console
-    assert (
-        finished.console.count(
-            "audit in step 4: the replay of layers.0 differs from its eager pass"
-        )
-        == 1
-    )
+    sentence = "audit in step 4: the replay of layers.0 differs from its eager pass"
+    options = {**graphs, "cuda_graph_audit_interval": 4}
+    ended_by(AUDIT, sentence, options, tmp_path, prepare=prepare)
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "report, 0 graphs"
 
 

@@ -11,9 +11,12 @@ import torch
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.cli.main import main
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.huggingface_config import model_of
-from megatron_packed.models.convert.huggingface_files import write_files
+from megatron_packed.models.convert.huggingface_files import ModelFiles, write_files
+from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.convert.weight_rows import weights_of
+from support.json_lines import read_json
 
 FIELDS: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -110,10 +113,52 @@ def write_model(
             value = torch.randn(part.shape, generator=generator) * 0.2 + ("norm" in part.name)
             tensors[part.name] = value.to(dtype)
     directory.mkdir(exist_ok=True)
-    listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_files(directory, listed, tensors.__getitem__, max_file_bytes)
+    write_tensors(directory, tensors, max_file_bytes)
     (directory / "config.json").write_text(json.dumps(fields))
     return tensors
+
+
+def write_tensors(
+    directory: Path, tensors: dict[str, torch.Tensor], max_file_bytes: int = 10**9
+) -> None:
+    """Write tensors in place of those of a Hugging Face model."""
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_files(directory, listed, tensors.__getitem__, max_file_bytes)
+
+
+def change_fields(directory: Path, **fields: Any) -> None:
+    """Change fields of a model's config.json."""
+    config = directory / "config.json"
+    config.write_text(json.dumps({**read_json(config), **fields}))
+
+
+def contents(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a Hugging Face model."""
+    files = ModelFiles(directory)
+    return {name: files.read(name) for name in files.places}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Check that the names, dtypes and bits of tensors are equal."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def opened(directory: Path, **options: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Return the model and the weights that a Hugging Face model gives."""
+    model, files, weights = open_model(directory, bf16=False, **options)
+    return model, {name: weight.join(files.read) for name, weight in weights.items()}
+
+
+def converted(folder: Path, *words: object, family: str = "nemotron_h") -> tuple[Path, Path]:
+    """Write a model and import it; return both folders."""
+    hf, ours = folder / "hf", folder / "ours"
+    write_model(hf, family)
+    assert from_hf(hf, ours, *words) == 0
+    return hf, ours
 
 
 def convert(*words: object) -> int:

@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -113,22 +117,36 @@ def conversation(*turns: str, **fields) -> str:
     return json.dumps({"messages": messages, **fields})
 
 
-def open_lines(
-    tmp_path: Path, lines: list[str], *, sft: bool = True, tokenizer=None, chat=None, **options
-) -> TokenizedDataset:
-    """Return ``lines``, tokenised with ``chat`` or with the built-in template."""
+def open_files(paths, tokenizer=None, chat=None, **options) -> TokenizedDataset:
+    """Return the documents of files, tokenised with ``chat`` or with the built-in template."""
+    tokenizer = tokenizer or ByteTokenizer()
+    chat = chat or TemplateFormat(None, tokenizer)
+    return open_dataset(paths, tokenizer, chat, **{"sft": True, "show": False, **options})
+
+
+def open_lines(tmp_path: Path, lines: list[str], **options) -> TokenizedDataset:
+    """Return the documents of lines, as `open_files` does."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    tokenizer = tokenizer or ByteTokenizer()
-    options = {
-        "max_bad_fraction": 1.0,
-        "num_threads": 1,
-        "show": False,
-        "cache_root": tmp_path / "cache",
-        **options,
-    }
-    chat = chat or TemplateFormat(None, tokenizer)
-    return open_dataset([path], tokenizer, chat, sft=sft, **options)
+    cache = {"max_bad_fraction": 1.0, "num_threads": 1, "cache_root": tmp_path / "cache"}
+    return open_files([path], **{**cache, **options})
+
+
+def with_peak(function, *arguments, **options):
+    """Return the result of a function, and the most bytes that Python held meanwhile."""
+    tracemalloc.start()
+    try:
+        return function(*arguments, **options), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@contextmanager
+def refused(reason: str, detail: str = "") -> Iterator[None]:
+    """Expect a line to be refused for a reason, with a text in the place of the fault."""
+    with pytest.raises(BadLine) as caught:
+        yield
+    assert caught.value.reason == reason and detail in caught.value.detail
 
 
 def encode(tokenizer, chat, *samples) -> list[list[EncodedDocument] | BadLine]:

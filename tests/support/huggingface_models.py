@@ -61,18 +61,19 @@ def nemotron_h(draw: random.Random, number: int, pattern: str | None = None, **m
         **more,
     }
     sizes["norm_topk_prob"] = sizes["num_experts_per_tok"] > 1
-    config = transformers.NemotronHConfig(
+    made = filled_model(
+        draw,
+        "NemotronH",
         vocab_size=cases.VOCAB,
         layers_block_type=None,
         hybrid_override_pattern=pattern,
         **sizes,
     )
-    model = filled(transformers.NemotronHForCausalLM(config), draw)
-    for layer, symbol in zip(model.model.layers, pattern):
+    for layer, symbol in zip(made.model.layers, pattern):
         if symbol == "E":
             bias = layer.mixer.gate.e_score_correction_bias
             bias.copy_(torch.linspace(-0.3, 0.3, bias.numel()))
-    return model
+    return made
 
 
 def common(draw: random.Random, *, head_dim: bool = True, **more: Any) -> dict[str, Any]:
@@ -115,28 +116,29 @@ def rotary(draw: random.Random, scaled: bool) -> dict[str, Any]:
 
 
 def llama(draw: random.Random, number: int) -> Any:
-    config = transformers.LlamaConfig(**common(draw), rope_parameters=rotary(draw, number % 2 > 0))
-    return filled(transformers.LlamaForCausalLM(config), draw)
+    return filled_model(draw, "Llama", **common(draw), rope_parameters=rotary(draw, number % 2 > 0))
 
 
 def mixtral(draw: random.Random, number: int) -> Any:
-    config = transformers.MixtralConfig(
+    return filled_model(
+        draw,
+        "Mixtral",
         **common(draw),
         num_local_experts=draw.randint(3, 6),
         num_experts_per_tok=draw.randint(2, 3),
         sliding_window=None,
         rope_parameters=rotary(draw, draw.random() < 0.3),
     )
-    return filled(transformers.MixtralForCausalLM(config), draw)
 
 
 def mistral(draw: random.Random, number: int) -> Any:
-    config = transformers.MistralConfig(
+    return filled_model(
+        draw,
+        "Mistral",
         **common(draw),
         sliding_window=draw.choice([1, 3, 7, 40]) if number % 2 else None,
         rope_parameters=rotary(draw, draw.random() < 0.3),
     )
-    return filled(transformers.MistralForCausalLM(config), draw)
 
 
 def windows(draw: random.Random, number: int, layers: int) -> dict[str, Any]:
@@ -159,19 +161,19 @@ def windows(draw: random.Random, number: int, layers: int) -> dict[str, Any]:
 
 def qwen2(draw: random.Random, number: int) -> Any:
     sizes = common(draw, head_dim=False)
-    config = transformers.Qwen2Config(**sizes, **windows(draw, number, sizes["num_hidden_layers"]))
-    return filled(transformers.Qwen2ForCausalLM(config), draw)
+    return filled_model(draw, "Qwen2", **sizes, **windows(draw, number, sizes["num_hidden_layers"]))
 
 
 def qwen3(draw: random.Random, number: int) -> Any:
     sizes = common(draw)
-    config = transformers.Qwen3Config(**sizes, **windows(draw, number, sizes["num_hidden_layers"]))
-    return filled(transformers.Qwen3ForCausalLM(config), draw)
+    return filled_model(draw, "Qwen3", **sizes, **windows(draw, number, sizes["num_hidden_layers"]))
 
 
 def qwen3_moe(draw: random.Random, number: int) -> Any:
     window = {"use_sliding_window": True, "sliding_window": 4} if number % 4 == 3 else {}
-    config = transformers.Qwen3MoeConfig(
+    return filled_model(
+        draw,
+        "Qwen3Moe",
         **common(draw),
         num_experts=draw.randint(3, 6),
         num_experts_per_tok=draw.randint(2, 3),
@@ -180,7 +182,6 @@ def qwen3_moe(draw: random.Random, number: int) -> Any:
         rope_parameters=rotary(draw, draw.random() < 0.3),
         **window,
     )
-    return filled(transformers.Qwen3MoeForCausalLM(config), draw)
 
 
 def delta_net(draw: random.Random) -> dict[str, Any]:
@@ -221,10 +222,9 @@ def experts(draw: random.Random) -> dict[str, Any]:
 
 
 def qwen3_next(draw: random.Random, number: int) -> Any:
-    config = transformers.Qwen3NextConfig(
-        **qwen_hybrid(draw), **experts(draw), norm_topk_prob=number % 4 != 3
+    return filled_model(
+        draw, "Qwen3Next", **qwen_hybrid(draw), **experts(draw), norm_topk_prob=number % 4 != 3
     )
-    return filled(transformers.Qwen3NextForCausalLM(config), draw)
 
 
 VISION = {
@@ -237,32 +237,27 @@ VISION = {
 
 
 def qwen3_5(draw: random.Random, number: int) -> Any:
-    text = qwen_hybrid(draw)
-    if number % 2 == 0:
-        config = transformers.Qwen3_5TextConfig(**text)
-        return filled(transformers.Qwen3_5ForCausalLM(config), draw)
-    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
-    config = transformers.Qwen3_5Config(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=text["tie_word_embeddings"],
-    )
-    return filled(transformers.Qwen3_5ForConditionalGeneration(config), draw)
+    return with_vision(draw, number, "Qwen3_5", qwen_hybrid(draw))
 
 
 def qwen3_5_moe(draw: random.Random, number: int) -> Any:
     text = {**qwen_hybrid(draw), **experts(draw)}
     del text["intermediate_size"]
+    return with_vision(draw, number, "Qwen3_5Moe", text)
+
+
+def with_vision(draw: random.Random, number: int, name: str, text: dict[str, Any]) -> Any:
+    """Return a model of text alone, or one with vision if ``number`` is odd."""
     if number % 2 == 0:
-        config = transformers.Qwen3_5MoeTextConfig(**text)
-        return filled(transformers.Qwen3_5MoeForCausalLM(config), draw)
-    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
-    config = transformers.Qwen3_5MoeConfig(
+        return filled_model(draw, name, kind="Text", **text)
+    return filled_model(
+        draw,
+        name,
+        model="ForConditionalGeneration",
         text_config=text,
-        vision_config=vision,
+        vision_config={**VISION, "out_hidden_size": text["hidden_size"]},
         tie_word_embeddings=text["tie_word_embeddings"],
     )
-    return filled(transformers.Qwen3_5MoeForConditionalGeneration(config), draw)
 
 
 def olmo_hybrid(draw: random.Random, number: int) -> Any:
@@ -272,19 +267,22 @@ def olmo_hybrid(draw: random.Random, number: int) -> Any:
     net["linear_num_value_heads"] = 3 * net["linear_num_key_heads"]
     net["linear_key_head_dim"] = net["linear_key_head_dim"] // 4 * 12
     theta = None if number % 2 else 5e5
-    config = transformers.OlmoHybridConfig(
+    return filled_model(
+        draw,
+        "OlmoHybrid",
         **sizes,
         **net,
         layer_types=kinds(draw, sizes["num_hidden_layers"]),
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
-    return filled(transformers.OlmoHybridForCausalLM(config), draw)
 
 
 def mamba2(draw: random.Random, number: int) -> Any:
     heads, expand = draw.choice([2, 4]), draw.choice([1, 2])
     hidden = draw.choice([16, 24, 40])
-    config = transformers.Mamba2Config(
+    return filled_model(
+        draw,
+        "Mamba2",
         vocab_size=cases.VOCAB,
         hidden_size=hidden,
         expand=expand,
@@ -298,7 +296,6 @@ def mamba2(draw: random.Random, number: int) -> Any:
         use_conv_bias=number % 2 == 0,
         tie_word_embeddings=draw.random() < 0.5,
     )
-    return filled(transformers.Mamba2ForCausalLM(config), draw)
 
 
 def mamba_sizes(draw: random.Random, hidden: int) -> dict[str, Any]:
@@ -317,19 +314,22 @@ def bamba(draw: random.Random, number: int) -> Any:
     sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
     sizes["hidden_size"] = sizes["num_attention_heads"] * draw.choice([4, 12])  # half must be even
     layers = sizes["num_hidden_layers"]
-    config = transformers.BambaConfig(
+    return filled_model(
+        draw,
+        "Bamba",
         **sizes,
         **mamba_sizes(draw, sizes["hidden_size"]),
         attn_layer_indices=sorted(draw.sample(range(layers), draw.randint(1, layers - 1))),
         mamba_conv_bias=number % 2 == 0,
         rope_parameters=rotary(draw, False),
     )
-    return filled(transformers.BambaForCausalLM(config), draw)
 
 
 def granitemoehybrid(draw: random.Random, number: int) -> Any:
     sizes = common(draw, head_dim=False, num_hidden_layers=draw.randint(2, 3))
-    config = transformers.GraniteMoeHybridConfig(
+    return filled_model(
+        draw,
+        "GraniteMoeHybrid",
         **sizes,
         **mamba_sizes(draw, sizes["hidden_size"]),
         layer_types=kinds(draw, sizes["num_hidden_layers"]),
@@ -344,7 +344,6 @@ def granitemoehybrid(draw: random.Random, number: int) -> Any:
         logits_scaling=draw.choice([1.0, 6.0]),
         attention_multiplier=draw.choice([0.5, 0.0625]),
     )
-    return filled(transformers.GraniteMoeHybridForCausalLM(config), draw)
 
 
 FAMILIES: dict[str, Callable[[random.Random, int], Any]] = {
@@ -368,6 +367,14 @@ FAMILIES: dict[str, Callable[[random.Random, int], Any]] = {
     )
 }
 """Functions of (random numbers, number of the model). The number chooses between variants."""
+
+
+def filled_model(
+    draw: random.Random, name: str, *, kind: str = "", model: str = "ForCausalLM", **options: Any
+) -> Any:
+    """Return a model of transformers with random weights, by its name and the options of its class."""
+    config = getattr(transformers, f"{name}{kind}Config")(**options)
+    return filled(getattr(transformers, name + model)(config), draw)
 
 
 def filled(model: Any, draw: random.Random) -> Any:

@@ -17,6 +17,9 @@ CHUNK = 8
 AWKWARD = [1, 2, 3, CHUNK, CHUNK + 1, 5, 2 * CHUNK + 3, 4]
 MANY = [1 + i % 3 for i in range(104)]
 
+LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
+"""Router logits of three tokens and four experts, whose choices are plain to see."""
+
 PATTERNS = ["M", "G", "*", "-", "E", "M*-E", "ME*M-", "*EG-"]
 
 VARIANTS = {
@@ -180,6 +183,11 @@ def make_documents(lengths, seed=0):
     """Return random documents; three of four tokens are targets, but never the first."""
     rng = np.random.default_rng(seed)
     return [(rng.integers(0, VOCAB, n), rng.random(n) < 0.75) for n in lengths]
+
+
+def awkward_pack(seed: int = 0, **options) -> MicroBatch:
+    """Return a pack of documents of awkward lengths; ``options`` are those of `make_pack`."""
+    return make_pack(make_documents(AWKWARD, seed), **options)
 
 
 def make_pack(documents, tail=0, spare=0, aux_scale=0.0, targets=None) -> MicroBatch:

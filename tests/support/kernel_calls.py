@@ -70,6 +70,13 @@ def config_of(pattern: str = "M*-E", flags: tuple[str, ...] = (), **training: An
     return replace(config, training=replace(config.training, **training))
 
 
+def bf16_run(pattern: str, device: str = "auto", **sections: dict[str, Any]) -> RunConfig:
+    """Return a small run in bf16, with changed options by section."""
+    config = config_of(pattern, bf16=True, device=device)
+    changes = {name: replace(getattr(config, name), **more) for name, more in sections.items()}
+    return replace(config, **changes)
+
+
 def called_in_a_step(
     monkeypatch: pytest.MonkeyPatch, config: RunConfig, device: torch.device
 ) -> dict[str, set[str]]:

@@ -16,10 +16,10 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job
 
@@ -158,5 +158,5 @@ def mine(groups: ParallelGroups, way: Way, step: int, count: int) -> list[MicroB
 
 
 def run_state(job: Job, groups: ParallelGroups, way: Way) -> RunState:
-    config = to_dict(config_of(way, bf16=True))
-    return RunState(job.model, job.optimizer, groups, config=config, model_hash="")
+    run = AskedRun(config=config_of(way, bf16=True))
+    return RunState(job.model, job.optimizer, groups, run)

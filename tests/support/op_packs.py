@@ -97,6 +97,49 @@ def leaks(run, inputs, lengths, victims=None):
     return found
 
 
+def leaks_of_tokens(results, values, per_token, lengths, victims=None):
+    """Return the `leaks` of an op whose parameters stay the same.
+
+    Args:
+        results: takes all inputs by name and returns the output and all gradients by name.
+        per_token: names of the inputs with one row per token; only they change, and only their
+            gradients and the output are compared.
+    """
+
+    def run(inputs):
+        found = results({**values, **inputs})
+        return {name: x for name, x in found.items() if is_per_token(name, per_token)}
+
+    return leaks(run, {name: values[name] for name in per_token}, lengths, victims)
+
+
+def is_per_token(name, per_token):
+    """Return True for the output (y or o) and for gradients (dx or d_x) of the inputs ``per_token``."""
+    return len(name) == 1 or name[1:].removeprefix("_") in per_token
+
+
+def assert_sums_in_float32(forward_backward, values, per_token, lengths, weight):
+    """Check that an op with bfloat16 inputs of tokens rounds only its results of tokens."""
+    low = {k: v.bfloat16() if k in per_token else v.float() for k, v in values.items()}
+    got = forward_backward(low, lengths, weight=weight.bfloat16(), backend="reference")
+    wide = {name: value.double() for name, value in low.items()}
+    want = forward_backward(wide, lengths, weight=weight.bfloat16(), backend="recurrence")
+    for name in want:
+        rounded = got[name].dtype == torch.bfloat16
+        assert rounded == is_per_token(name, per_token)
+        assert relative_error(got[name], want[name]) < (2**-8 if rounded else 1e-5), name
+
+
+def assert_errs_at_most_twice(got, plain, want):
+    """Check errors against those of plain PyTorch; one rounding to bf16 is always allowed.
+
+    With few tokens the maxima of errors scatter.
+    """
+    for name in want:
+        error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
+        assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+
+
 def run_without_values(function, *tensors):
     """Run forward and backward on fake tensors.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,7 @@ class Quack:
         names += ("cutlass", "cutlass.cute", "cutlass.cute.arch")
         self.modules = {name: ModuleType(name) for name in names}
         for name, module in self.modules.items():
+            module.__spec__ = ModuleSpec(name, None)
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(self.modules[parent], child, module)

@@ -3,14 +3,18 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
+from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate.live_memory import Amounts, LiveMemory
 from megatron_packed.models.estimate.step_memory import MetaStep, Work
 from megatron_packed.models.estimate.unit_memory import UnitMemory
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.torch_private import current_graph_task_id
+from support.hybrid_cases import VOCAB
 
 
 class ByPurpose(LiveMemory):
@@ -38,6 +42,22 @@ class ByPurpose(LiveMemory):
 def units_of(model: HybridModel, work: Work) -> list[UnitMemory]:
     """Return the memory of each unit of layers, in order."""
     return list(MetaStep(model, work).units().values())
+
+
+def first_unit(
+    config: ModelConfig, backends: dict[str, str], memory: MemoryConfig | None = None
+) -> UnitMemory:
+    """Return the memory of the first layers of a model in bf16, for packs of 4,096 tokens."""
+    model = HybridModel(
+        config,
+        vocab_size=VOCAB,
+        max_positions=256,
+        device="meta",
+        dtype=torch.bfloat16,
+        backends=backends,
+        memory=memory,
+    )
+    return units_of(model, Work(tokens=4096, documents=16))[0]
 
 
 def saved_bytes(unit: UnitMemory) -> int:

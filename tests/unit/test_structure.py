@@ -11,6 +11,7 @@ import structure
 import traced_step
 
 NONE = (
+    "public_functions_more_than_once",
     "class_names_more_than_once",
     "nested_conditional_expressions",
     "tuple_attribute_assignments",
@@ -93,6 +94,12 @@ def test_tokens_are_names_numbers_strings_and_operators(tmp_path: Path) -> None:
     text = "# why\n\nif a:\n    b = f'{c} {d}' + 1\n"
     found = structure.source_figures(write(tmp_path, "a.py", text))
     assert found["tokens_per_line"].value == 8 / 4  # if a : b = f'' + 1
+
+
+def test_only_interfaces_may_repeat_a_name_of_a_function(tmp_path: Path) -> None:
+    for name in ("ops/a.py", "a.py", "b.py"):
+        sources = write(tmp_path, name, "def serve(): ...\ndef _own(): ...\ndef main(): ...\n")
+    assert structure.repeated_functions(sources) == ["main x2: a.py, b.py"]
 
 
 def test_long_checks_are_no_tests(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.metrics_layout import StepValues
 from megatron_packed.models.run_model import build_model
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, job_of_model
@@ -220,7 +220,7 @@ def train(
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
     job = job_of_model(model, config, groups)
-    state = RunState(job.model, job.optimizer, groups, config=to_dict(config), model_hash="")
+    state = RunState(job.model, job.optimizer, groups, AskedRun(config=config))
     if load is not None:
         state.load(CheckpointConfig(load=load))
     losses, states = [], []

@@ -10,17 +10,26 @@ missing or slow optional package is no failure.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from megatron_packed import __version__
 from megatron_packed.cli.command import UsageError, command
-from megatron_packed.cli.doctor.findings import Finding, State, machine_verdict, problem_findings
+from megatron_packed.cli.doctor.findings import (
+    ABSENT,
+    BROKEN,
+    FOUND,
+    SLOW,
+    WORKS,
+    WRONG,
+    Sections,
+    machine_verdict,
+)
 from megatron_packed.cli.doctor.machine import machine_findings
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.config.kernel_options import OPTION_OF
@@ -32,7 +41,7 @@ from megatron_packed.config.optional_packages import (
     strangers,
     version_of,
 )
-from megatron_packed.explain.terminal_lines import beside
+from megatron_packed.explain.capability import Capability, row, table
 
 EXIT_PROBLEM = 1
 LINE_EVERY = 10.0
@@ -69,28 +78,24 @@ def doctor_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> i
     if not arguments.timeout > 0:
         raise UsageError(f"--timeout {arguments.timeout}: must be above 0.")
     findings = examine_machine(arguments.timeout, kernels=not arguments.no_kernels)
-    sentences, problems = machine_verdict(findings), problem_findings(findings)
+    verdict = machine_verdict(findings)
+    # The verdict has a line for each problem.
+    has_problem = len(verdict) > 1
     if arguments.json:
-        sections = {
-            name: [finding.as_dict() for finding in section] for name, section in findings.items()
+        sections = {name: [row._asdict() for row in rows] for name, rows in findings.items()}
+        report = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "ok": not has_problem,
+            "verdict": verdict[0],
         }
-        print(
-            json.dumps(
-                {
-                    "version": __version__,
-                    "python": platform.python_version(),
-                    "ok": not problems,
-                    "verdict": sentences[0],
-                    **sections,
-                }
-            )
-        )
+        print(json.dumps({**report, **sections}))
     else:
-        print("\n".join([*sentences, "", *_lines(findings)]))
-    return EXIT_PROBLEM if problems else 0
+        print("\n".join([*verdict, "", *_lines(findings)]))
+    return EXIT_PROBLEM if has_problem else 0
 
 
-def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[Finding]]:
+def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[Capability]]:
     """Examine packages, kernels and the machine; return the findings by section.
 
     Args:
@@ -100,32 +105,17 @@ def examine_machine(seconds: float, *, kernels: bool = True) -> dict[str, list[F
     begins = _announcer()
     imports = [f"import:{package.module}" for package in PACKAGES]
     answers = run_probes([*imports, "gpu", "kernels"], seconds, begins)
-    chosen = answers["kernels"].get("ops", {})
-    on_gpu = answers["kernels"].get("device") == "cuda"
-    if kernels and on_gpu:
-        answers |= run_probes(_to_run(chosen), seconds, begins)
+    if kernels and answers["kernels"].get("device") == "cuda":
+        answers |= run_probes(_to_run(answers["kernels"]["ops"]), seconds, begins)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
-    gpu = [
-        Finding(**{**fields, "state": State(fields["state"])})
-        for fields in answers["gpu"].get("findings", [])
-    ]
+    gpus = answers["gpu"].get("findings", [])
     if "error" in answers["gpu"]:
-        gpu.append(
-            Finding(
-                "GPU",
-                State.BROKEN,
-                detail=answers["gpu"]["error"],
-                fix="nvidia-smi",
-            )
-        )
+        gpus = [Capability("GPU", BROKEN, answers["gpu"]["error"], "nvidia-smi")]
     return {
-        "packages": [
-            *_strangers(),
-            *(_package(package, answers, on_gpu) for package in PACKAGES),
-        ],
+        "packages": [*_strangers(), *(_package(package, answers) for package in PACKAGES)],
         "kernels": _kernels(answers),
-        "machine": [*gpu, *machine_findings()],
+        "machine": [*gpus, *machine_findings()],
     }
 
 
@@ -170,92 +160,55 @@ def _to_run(ops: dict[str, Any]) -> list[str]:
     ]
 
 
-def _strangers() -> list[Finding]:
-    """Return findings of unrelated packages that were installed by mistake. An unrelated package
+def _strangers() -> Iterator[Capability]:
+    """Yield findings of unrelated packages that were installed by mistake. An unrelated package
     does no harm if the wanted package is installed too.
     """
-    findings = []
     for stranger, version in strangers():
-        wanted = next((each for each in PACKAGES if each.name == stranger.wanted_package), None)
-        beside = (
-            wanted is not None and not stranger.in_the_way and version_of(wanted.name) is not None
-        )
-        findings.append(
-            Finding(
-                stranger.name,
-                State.FOUND if beside else State.WRONG,
-                version,
-                detail=stranger.what,
-                fix="" if beside else stranger.fix,
-            )
-        )
-    return findings
+        wanted = stranger.wanted_package and version_of(stranger.wanted_package)
+        state, fix = (FOUND, "") if wanted and not stranger.in_the_way else (WRONG, stranger.fix)
+        yield Capability(stranger.name, state, stranger.what, fix, version)
 
 
-def _package(package: Package, answers: ProbeAnswers, on_gpu: bool) -> Finding:
-    answer = answers[f"import:{package.module}"]
-    version = version_of(package.name) or answer.get("version", "")
-    finding = partial(Finding, package.name, found=version, instead=_instead(package, answers))
-    if "stranger" in answer:
-        return finding(State.WRONG, detail=answer["stranger"], fix="pip uninstall -y apex")
-    again = f"pip uninstall -y {package.name}; {package.command}"
-    if "absent" in answer:
-        if version_of(package.name) is not None:
-            detail = f"installed, but it has no module {package.module}"
-            return finding(State.BROKEN, detail=detail, fix=again)
-        state = State.WRONG if package.required else State.ABSENT
-        wanted = on_gpu and _gains(package, answers)
-        if wanted and state is State.ABSENT:
-            state = State.SLOW
-        fix = package.command if package.required or wanted or not package.kernels else ""
-        return finding(state, detail=f"not installed; for {package.use}", fix=fix)
-    if "error" in answer:
-        return finding(State.BROKEN, detail=answer["error"], fix=again)
-    if old := package.too_old():
-        return finding(State.WRONG, detail=old, fix=package.command)
+def _package(package: Package, answers: ProbeAnswers) -> Capability:
+    """Return the finding of a package."""
+    answer, kernels = answers[f"import:{package.module}"], answers["kernels"]
+    version, old = version_of(package.name), package.too_old()
+    choices = [
+        (op, backend, kernels["ops"][op])
+        for op, _, backend in (name.partition(".") for name in package.kernels)
+        if op in kernels.get("ops", {})
+    ]
+    absent = "absent" in answer
+    missing, install = f"not installed; for {package.use}", package.command
+    again = f"pip uninstall -y {package.name}; {install}"
+    gains = kernels.get("device") == "cuda" and any(itertools.starmap(_is_faster, choices))
     working, failed = _outcomes(package.kernels, answers)
-    if failed:
-        return finding(State.BROKEN, detail="; ".join(failed), fix=again)
-    if working:
-        return finding(State.WORKS, detail=f"{', '.join(working)} ran")
-    return finding(State.FOUND, detail=[*_reasons(package, answers), package.use][0])
-
-
-def _choices(package: Package, answers: ProbeAnswers) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield op, backend and the op's choice on this machine, for each kernel of a package."""
-    choices = answers["kernels"].get("ops", {})
-    for op, _, backend in (name.partition(".") for name in package.kernels):
-        if op in choices:
-            yield op, backend, choices[op]
-
-
-def _reasons(package: Package, answers: ProbeAnswers) -> list[str]:
-    """Return the reasons why the kernels of a package cannot be used on this machine."""
-    of_backends = (
-        choice["reasons"].get(backend, []) for _, backend, choice in _choices(package, answers)
+    reasons = [reason for _, name, choice in choices for reason in choice["reasons"].get(name, [])]
+    finding = row(
+        package.name,
+        ("stranger" in answer, WRONG, answer.get("stranger"), "pip uninstall -y apex"),
+        (absent and version, BROKEN, f"installed, but it has no module {package.module}", again),
+        (absent and package.required, WRONG, missing, install),
+        (absent and gains, SLOW, missing, install),
+        (absent, ABSENT, missing, "" if package.kernels else install),
+        ("error" in answer, BROKEN, answer.get("error"), again),
+        (old, WRONG, old, install),
+        (failed, BROKEN, "; ".join(failed), again),
+        (working, WORKS, f"{', '.join(working)} ran"),
+        (True, FOUND, [*reasons, package.use][0]),
     )
-    return [reason for reasons in of_backends for reason in reasons]
-
-
-def _instead(package: Package, answers: ProbeAnswers) -> str:
-    """Return the backends that ops choose instead of the package's backends, each op once."""
     others = (
-        f"{op}: {choice['chosen']}"
-        for op, backend, choice in _choices(package, answers)
-        if choice["chosen"] != backend
+        f"{op}: {choice['chosen']}" for op, name, choice in choices if choice["chosen"] != name
     )
-    return ", ".join(dict.fromkeys(others))
+    found, instead = version or answer.get("version", ""), ", ".join(dict.fromkeys(others))
+    return finding._replace(found=found, instead=instead)
 
 
-def _gains(package: Package, answers: ProbeAnswers) -> bool:
-    """Return whether a backend of the package has a higher priority than the backend that an op
-    chooses now.
-    """
-    for _, backend, choice in _choices(package, answers):
-        names = list(choice["reasons"])
-        if backend in names and names.index(backend) < names.index(choice["chosen"]):
-            return True
-    return False
+def _is_faster(op: str, backend: str, choice: dict[str, Any]) -> bool:
+    """Return whether an op prefers a backend to its present choice."""
+    names = list(choice["reasons"])
+    return backend in names and names.index(backend) < names.index(choice["chosen"])
 
 
 def _outcomes(
@@ -271,49 +224,34 @@ def _outcomes(
     return {name: answer for name, answer in ran.items() if "error" not in answer}, failed
 
 
-def _kernels(answers: ProbeAnswers) -> list[Finding]:
+def _kernels(answers: ProbeAnswers) -> list[Capability]:
     """Return a finding for each op: the backend that 'auto' chooses on this machine, and the
     results of the others. A reason that several ops share is given once.
     """
-    if "error" in answers["kernels"]:
+    kernels = answers["kernels"]
+    if "error" in kernels:
         fix = next(package.command for package in PACKAGES if package.name == "torch")
-        return [Finding("kernels", State.BROKEN, detail=answers["kernels"]["error"], fix=fix)]
+        return [Capability("kernels", BROKEN, kernels["error"], fix)]
     findings = []
     first_op: dict[tuple[str, str], str] = {}
-    for op, choice in answers["kernels"].get("ops", {}).items():
+    for op, choice in kernels["ops"].items():
         chosen, reasons = choice["chosen"], choice["reasons"]
         working, failed = _outcomes([f"{op}.{name}" for name in reasons], answers)
         healthy = [name.removeprefix(f"{op}.") for name in working]
-        failed = [sentence.removeprefix(f"{op}.") for sentence in failed]
-        times = [
+        texts = [sentence.removeprefix(f"{op}.") for sentence in failed]
+        slow = kernels["device"] == "cuda" and chosen == "reference"
+        if slow:
+            texts.append(choice.get("cost", "").removeprefix(", "))
+        texts += (
             f"{name} ran in {answer['seconds']:.1f} s, relative difference to the reference {answer['difference']:.1e}"
             for name, answer in zip(healthy, working.values())
-        ]
-        refused = _refusals(op, reasons, answers, first_op)
-        slow = answers["kernels"]["device"] == "cuda" and chosen == "reference"
-        cost = [choice.get("cost", "").removeprefix(", ")] if slow else []
-        if failed:
-            state = State.BROKEN
-        elif slow:
-            state = State.SLOW
-        else:
-            state = State.WORKS if healthy else State.FOUND
+        )
+        texts += _refusals(op, reasons, answers, first_op)
         instead = (healthy or ["reference"])[0] if failed and chosen not in healthy else ""
-        fix = (
-            f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..."
-            if instead and op in FORCED_BY
-            else ""
-        )
-        findings.append(
-            Finding(
-                op,
-                state,
-                chosen,
-                detail=" | ".join([*failed, *cost, *times, *refused]),
-                instead=instead,
-                fix=fix,
-            )
-        )
+        forced = instead and op in FORCED_BY
+        fix = f"pretrain_hybrid.py {FORCED_BY[op]} {instead} ..." if forced else ""
+        state = row(op, (failed, BROKEN), (slow, SLOW), (healthy, WORKS), (True, FOUND)).state
+        findings.append(Capability(op, state, " | ".join(texts), fix, chosen, instead))
     return findings
 
 
@@ -322,38 +260,26 @@ def _refusals(
     reasons: dict[str, list[str]],
     answers: ProbeAnswers,
     first_op: dict[tuple[str, str], str],
-) -> list[str]:
-    """Return the reasons against the backends of an op, one text for each backend.
+) -> Iterator[str]:
+    """Yield the reasons against the backends of an op, one text for each backend.
 
     Args:
         first_op: op that gave a reason of a backend first; extended. Later ops refer to it.
     """
-    refused = []
     for name, whys in reasons.items():
         package = package_of_kernel(op, name)
         # The line of a missing package in PACKAGES is enough.
-        if not whys or (package and "absent" in answers[f"import:{package.module}"]):
-            continue
-        firsts = [(why, first_op.setdefault((name, why), op)) for why in whys]
-        texts = [why if first == op else f"as for {first}" for why, first in firsts]
-        refused.append(f"{name}: {'; '.join(dict.fromkeys(texts))}")
-    return refused
+        if whys and not (package and "absent" in answers[f"import:{package.module}"]):
+            firsts = [(why, first_op.setdefault((name, why), op)) for why in whys]
+            texts = (why if first == op else f"as for {first}" for why, first in firsts)
+            yield f"{name}: {'; '.join(dict.fromkeys(texts))}"
 
 
-def _lines(findings: dict[str, list[Finding]]) -> list[str]:
+def _lines(findings: Sections) -> list[str]:
     lines = [
         f"megatron_packed {__version__}, Python {platform.python_version()}, {platform.platform()}"
     ]
     for title, section in findings.items():
         without = " (without backends of packages that are not installed)" * (title == "kernels")
-        lines += ["", f"{title.upper()}{without}"]
-        width = max(len(finding.name) for finding in section)
-        value = min(max(len(finding.found) for finding in section), 24)
-        for finding in section:
-            texts = [finding.detail, f"used instead: {finding.instead}" if finding.instead else ""]
-            text = ". ".join(text for text in texts if text)
-            head = f"{finding.name.ljust(width)}  {finding.state.value.ljust(6)}  {finding.found.ljust(value)}  "
-            lines += beside(head, text)
-            if finding.fix:
-                lines.append(f"{' ' * len(head)}fix: {finding.fix}")
+        lines += ["", f"{title.upper()}{without}", *table(section)]
     return lines

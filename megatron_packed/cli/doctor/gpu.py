@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_packed.cli.doctor.findings import Finding, State
+from megatron_packed.cli.doctor.findings import ABSENT, BROKEN, FOUND, SLOW, WORKS
+from megatron_packed.explain.capability import Capability
 
 PINNED = 2**28
 """Bytes of page-locked memory to allocate as a test; the data loader and offload to the host need
@@ -24,91 +25,57 @@ _THROTTLES = {
 """
 
 
-def gpu_findings() -> Iterator[Finding]:
+def gpu_findings() -> Iterator[Capability]:
     """Yield findings about torch's CUDA, NCCL, page-locked memory, and every GPU with its clocks."""
-    built = torch.version.cuda
+    name, built = "CUDA", torch.version.cuda
     if built is None:
-        yield Finding(
-            "CUDA",
-            State.ABSENT,
-            detail=f"torch {torch.__version__} is built for CPUs only",
-            instead="the CPU",
+        detail = f"torch {torch.__version__} is built for CPUs only"
+        yield Capability(name, ABSENT, detail, instead="the CPU")
+    elif not torch.cuda.is_available():
+        detail = (
+            "torch sees no GPU: there is none, or its driver is too old for this version of CUDA"
         )
-        return
-    if not torch.cuda.is_available():
-        yield Finding(
-            "CUDA",
-            State.SLOW,
-            built,
-            instead="the CPU",
-            detail="torch sees no GPU: there is none, or its driver is too old for this version "
-            "of CUDA",
-            fix="nvidia-smi",
-        )
-        return
-    yield Finding("CUDA", State.WORKS, built)
-    yield _cudnn()
-    yield _nccl()
-    for number in range(torch.cuda.device_count()):
-        yield _gpu(number)
-    yield _pinned()
+        yield Capability(name, SLOW, detail, "nvidia-smi", built, "the CPU")
+    else:
+        yield Capability(name, WORKS, found=built)
+        yield _cudnn()
+        yield _nccl()
+        yield from map(_gpu, range(torch.cuda.device_count()))
+        yield _pinned()
 
 
-def _cudnn() -> Finding:
+def _cudnn() -> Capability:
     try:
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except (
-        RuntimeError
-    ) as error:  # torch loaded another cuDNN than the version for which it was built
-        return Finding(
-            "cuDNN",
-            State.SLOW,
-            instead="kernels of other packages",
-            detail="torch refuses this version, so its own convolutions fail: "
-            f"{str(error).splitlines()[0]}",
-            fix="unset LD_LIBRARY_PATH",
-        )
-    return Finding("cuDNN", State.FOUND, str(version))
+    except RuntimeError as error:  # torch loaded another cuDNN than that for which it was built
+        detail = f"torch refuses this version, so its own convolutions fail: {_first_line(error)}"
+        fix, instead = "unset LD_LIBRARY_PATH", "kernels of other packages"
+        return Capability("cuDNN", SLOW, detail, fix, instead=instead)
+    return Capability("cuDNN", FOUND, found=str(version))
 
 
-def _nccl() -> Finding:
+def _nccl() -> Capability:
     if not torch.distributed.is_nccl_available():
-        return Finding(
-            "NCCL",
-            State.SLOW,
-            detail="torch is built without NCCL",
-            instead="one GPU, or gloo",
-        )
+        return Capability("NCCL", SLOW, "torch is built without NCCL", instead="one GPU, or gloo")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Finding("NCCL", State.FOUND, version)
+    return Capability("NCCL", FOUND, found=version)
 
 
-def _gpu(number: int) -> Finding:
+def _gpu(number: int) -> Capability:
     properties = torch.cuda.get_device_properties(number)
     name = f"GPU {number}"
     size = f"{properties.total_memory / 2**30:.0f} GiB, capability {properties.major}.{properties.minor}"
-    properties_text = f"{properties.name}, {size}"
+    found = f"{properties.name}, {size}"
     try:
         value = torch.ones(1024, device=f"cuda:{number}").sum().item()
+        fault = "" if value == 1024 else f"1,024 ones add up to {value}"
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        return Finding(
-            name,
-            State.BROKEN,
-            properties_text,
-            detail=f"adding numbers on the GPU fails: {text}",
-            fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
-        )
-    if value != 1024:
-        return Finding(
-            name,
-            State.BROKEN,
-            properties_text,
-            detail=f"1,024 ones add up to {value}",
-            fix="nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT",
-        )
+        fault = f"adding numbers on the GPU fails: {_first_line(error)}"
+    if fault:
+        fix = "nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT"
+        return Capability(name, BROKEN, fault, fix, found)
     clocks, slowed = _clocks(properties)
-    return Finding(name, State.SLOW if slowed else State.WORKS, properties_text, detail=clocks)
+    return Capability(name, SLOW if slowed else WORKS, clocks, found=found)
 
 
 def _clocks(properties: object) -> tuple[str, bool]:
@@ -132,15 +99,15 @@ def _clocks(properties: object) -> tuple[str, bool]:
     return f"clock {clock} of {most} MHz{slowed}", bool(reasons)
 
 
-def _pinned() -> Finding:
-    name = "page-locked memory"
+def _pinned() -> Capability:
+    name, size = "page-locked memory", f"{PINNED >> 20} MiB"
     try:
         torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        return Finding(
-            name,
-            State.BROKEN,
-            detail=f"{PINNED >> 20} MiB cannot be allocated: {str(error).splitlines()[0]}",
-            fix="ulimit -l unlimited",
-        )
-    return Finding(name, State.WORKS, detail=f"{PINNED >> 20} MiB were allocated")
+        detail = f"{size} cannot be allocated: {_first_line(error)}"
+        return Capability(name, BROKEN, detail, "ulimit -l unlimited")
+    return Capability(name, WORKS, f"{size} were allocated")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

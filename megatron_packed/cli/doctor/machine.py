@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from megatron_packed.cli.doctor.findings import Finding, State
+from megatron_packed.cli.doctor.findings import ABSENT, FOUND, SLOW, WORKS
+from megatron_packed.explain.capability import Capability
 
 _GIB = 2**30
 SHARED_MEMORY = 1 * _GIB
@@ -34,46 +36,53 @@ _FILTER_PROGRAM = (
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
-def machine_findings() -> list[Finding]:
+def machine_findings() -> list[Capability]:
     """Return findings about shared memory, limits, the clock and the filter of system calls."""
     checks = (_driver, _shared_memory, _locked_memory, _open_files, _clock, _system_calls)
     return [check() for check in checks]
 
 
-def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Finding:
+def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Capability:
+    name = "NVIDIA driver"
     try:
         version_line = path.read_text().splitlines()[0].split()
     except (OSError, IndexError):
-        return Finding(
-            "NVIDIA driver",
-            State.ABSENT,
-            detail="the operating system has loaded no driver",
-            instead="the CPU",
-        )
+        detail = "the operating system has loaded no driver"
+        return Capability(name, ABSENT, detail, instead="the CPU")
     version = next((word for word in version_line if word[0].isdigit() and "." in word), "unknown")
-    return Finding("NVIDIA driver", State.FOUND, version)
+    return Capability(name, FOUND, found=version)
 
 
-def _shared_memory(path: str = "/dev/shm") -> Finding:  # noqa: S108
+def _shared_memory(path: str = "/dev/shm") -> Capability:  # noqa: S108
     name = "shared memory"
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        return Finding(name, State.SLOW, detail=f"{path}: {error.strerror}")
+        return Capability(name, SLOW, f"{path}: {error.strerror}")
     sizes = f"{usage.total / _GIB:.3g} GiB, {usage.free / _GIB:.3g} free"
     if usage.total >= SHARED_MEMORY:
-        return Finding(name, State.WORKS, sizes)
-    return Finding(
-        name,
-        State.SLOW,
-        sizes,
-        fix=f"mount -o remount,size=16G {path}",
-        detail="NCCL needs more shared memory between the GPUs of a host; start a container with "
-        "docker run --shm-size=16g",
+        return Capability(name, WORKS, found=sizes)
+    detail = (
+        "NCCL needs more shared memory between the GPUs of a host; start a container with "
+        "docker run --shm-size=16g"
     )
+    return Capability(name, SLOW, detail, f"mount -o remount,size=16G {path}", sizes)
 
 
-def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, fix: str) -> Finding:
+def _locked_memory() -> Capability:
+    why = "InfiniBand registers its buffers under this limit; it does not matter on a single host"
+    low = Capability("locked memory", SLOW, why, "ulimit -l unlimited")
+    return _limit(low, resource.RLIMIT_MEMLOCK, LOCKED_MEMORY, _GIB, " GiB")
+
+
+def _open_files() -> Capability:
+    why = "many ranks, shards and workers need more"
+    low = Capability("open files", SLOW, why, "ulimit -n 65536")
+    return _limit(low, resource.RLIMIT_NOFILE, FILES)
+
+
+def _limit(low: Capability, kind: int, least: int, unit: int = 1, suffix: str = "") -> Capability:
+    """Return a finding about a limit of processes; ``low`` if it is below ``least``."""
     soft, hard = resource.getrlimit(kind)
     unlimited = resource.RLIM_INFINITY
 
@@ -84,70 +93,28 @@ def _limit(name: str, kind: int, least: int, unit: int, suffix: str, why: str, f
 
     limits = f"{shown(soft)} (at most {shown(hard)})"
     if soft == unlimited or soft >= least:
-        return Finding(name, State.WORKS, limits)
-    return Finding(
-        name,
-        State.SLOW,
-        limits,
-        detail=why,
-        fix=fix,
-    )
+        return Capability(low.name, WORKS, found=limits)
+    return low._replace(found=limits)
 
 
-def _locked_memory() -> Finding:
-    return _limit(
-        "locked memory",
-        resource.RLIMIT_MEMLOCK,
-        LOCKED_MEMORY,
-        _GIB,
-        " GiB",
-        "InfiniBand registers its buffers under this limit; it does not matter on a single host",
-        "ulimit -l unlimited",
-    )
-
-
-def _open_files() -> Finding:
-    return _limit(
-        "open files",
-        resource.RLIMIT_NOFILE,
-        FILES,
-        1,
-        "",
-        "many ranks, shards and workers need more",
-        "ulimit -n 65536",
-    )
-
-
-def _clock() -> Finding:
+def _clock() -> Capability:
     """Return a finding about the clock: its resolution, and whether the clock is synchronised, so
     that logs of several machines can be ordered.
     """
-    name, utc_time = "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
+    state, fix = FOUND, ""
+    synchronised = "; the operating system does not report whether the clock is synchronised"
     timex = (ctypes.c_byte * 256)()  # a struct timex of zeros reads the clock and changes nothing
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
-    except (OSError, AttributeError):
-        state = -1
-    if state < 0:
-        return Finding(
-            name,
-            State.FOUND,
-            utc_time,
-            detail=f"{resolution}; the operating system does not report whether the clock is "
-            "synchronised",
-        )
-    status = ctypes.c_int.from_buffer(timex, _STATUS_OFFSET).value
-    if status & _UNSYNCHRONISED:
-        return Finding(
-            name,
-            State.SLOW,
-            utc_time,
-            detail=f"{resolution}; not synchronised, so logs of several machines cannot be "
-            "ordered by time",
-            fix="timedatectl set-ntp true",
-        )
-    return Finding(name, State.WORKS, utc_time, detail=f"{resolution}, synchronised")
+    with suppress(OSError, AttributeError):
+        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) >= 0:
+            state, synchronised = WORKS, ", synchronised"
+            if ctypes.c_int.from_buffer(timex, _STATUS_OFFSET).value & _UNSYNCHRONISED:
+                state, fix = SLOW, "timedatectl set-ntp true"
+                synchronised = (
+                    "; not synchronised, so logs of several machines cannot be ordered by time"
+                )
+    resolution = f"monotonic to {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
+    utc_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Capability("clock", state, resolution + synchronised, fix, utc_time)
 
 
 _STATUS_OFFSET = 5 * ctypes.sizeof(ctypes.c_long)
@@ -156,7 +123,7 @@ offset, freq, maxerror and esterror.
 """
 
 
-def _system_calls() -> Finding:
+def _system_calls() -> Capability:
     """Return whether the kernel permits the filter of `system_call_filter`, by a try in a child.
 
     Processes that read files of downloads use it.
@@ -165,12 +132,7 @@ def _system_calls() -> Finding:
     ran = subprocess.run([sys.executable, "-c", _FILTER_PROGRAM], capture_output=True, text=True)
     reason = ran.stdout.strip()
     if ran.returncode == 0 and not reason:
-        probes = "seccomp: no files, network, programs or signals"
-        return Finding(name, State.WORKS, probes)
+        return Capability(name, WORKS, found="seccomp: no files, network, programs or signals")
     lines = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
-    return Finding(
-        name,
-        State.ABSENT,
-        detail=reason or lines[-1],
-        instead="jinja2's sandbox and limits of time and memory",
-    )
+    instead = "jinja2's sandbox and limits of time and memory"
+    return Capability(name, ABSENT, reason or lines[-1], instead=instead)

@@ -93,7 +93,7 @@ def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool)
         return ""
     if stored and trains:
         options.problems += _precision_problem(options, stored)
-    return _taken(options, _replaced(options, stored, trains), f" ({_FLAG})")
+    return _taken(options, _chosen(options, stored, trains=trains), f" ({_FLAG})")
 
 
 def take_for_inference(options: GivenOptions, read: ReadStored) -> str:
@@ -112,7 +112,7 @@ def take_for_inference(options: GivenOptions, read: ReadStored) -> str:
     stored = _read(options, read) if options.loads else {}
     line = ""
     if stored:
-        line = _taken(options, _missing(options, stored))
+        line = _taken(options, _chosen(options, stored, infers=True))
     options.values |= {"optim.lr": 0.0, "training.train_iters": 1}
     options.values.setdefault(_LENGTH, UNKNOWN_LENGTH)
     if options.values.get(_TYPE) != TRAINED_BPE:
@@ -198,52 +198,45 @@ def _taken(options: GivenOptions, changes: Iterator[tuple[Field, Any]], by: str 
     return f"options of the checkpoint{by}: {'; '.join(shown_flags)}" if shown_flags else ""
 
 
-def _replaced(options: GivenOptions, stored: Stored, trains: bool) -> Iterator[tuple[Field, Any]]:
-    """Yield the options that `take_stored` takes from the checkpoint, with their stored values."""
-    named = options.values.keys() | options.unsound
-    takes_tokenizer = _takes_tokenizer(options, stored)
-    for field, stored_value in stored_values(stored):
-        if field.section == ModelConfig.title:
-            takes = not field.option.training_only or field.key not in options.values
-        elif field.key in TOKENIZER_CHOICE:
-            takes = takes_tokenizer and field.key not in named
-        elif field.option.resume == "chat":
-            # Without --sft, texts have no chat template.
-            applies = options.values.get("data.sft") or field.name == "special_tokens_in_text"
-            takes = bool(applies) and field.key not in named and not _other_form(field, named)
-        elif field.section == "training":
-            takes = not trains and field.name in PRECISION and field.key not in named
-        else:
-            takes = field.key == _LENGTH and field.key not in named
-        if takes:
-            yield field, stored_value
+def _chosen(
+    options: GivenOptions, stored: Stored, *, trains: bool = False, infers: bool = False
+) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that come from the checkpoint, with their stored values.
 
-
-def _missing(options: GivenOptions, stored: Stored) -> Iterator[tuple[Field, Any]]:
-    """Yield the options that text generation takes from the checkpoint, with their stored values."""
-    named = options.values.keys() | options.unsound
+    Args:
+        options: those of the command line.
+        stored: configuration in the checkpoint.
+        trains: the program trains, in a precision of its own (`take_stored`).
+        infers: text generation takes all options that it uses (`take_for_inference`).
+    """
+    values, named = options.values, options.values.keys() | options.unsound
+    replaces = not infers or bool(values.get("checkpoint.use_checkpoint_args"))
+    of_training = (*PRECISION, "seed") if infers else PRECISION
     takes_tokenizer = _takes_tokenizer(options, stored)
-    overrides = options.values.get("checkpoint.use_checkpoint_args")
     trained = stored.get("data", {}).get("tokenizer_type") == TRAINED_BPE and takes_tokenizer
     for field, stored_value in stored_values(stored):
-        if not _infers(field.key):
-            continue
-        takes = field.key not in named
+        takes, name = field.key not in named, field.name
         if field.section == ModelConfig.title:
-            takes |= bool(overrides) and not field.option.training_only
+            takes |= replaces and not field.option.training_only
+        elif field.key in TOKENIZER_CHOICE:
+            takes &= takes_tokenizer
+        elif field.option.resume == "chat":
+            # Without --sft, texts have no chat template.
+            applies = infers or values.get("data.sft") or name == "special_tokens_in_text"
+            takes &= bool(applies) and not _other_form(field, named)
         elif field.section == "data":
-            if field.key in TOKENIZER_CHOICE:
-                takes &= takes_tokenizer
-            elif field.name in OF_TRAINED_BPE:
+            takes &= infers and _infers(field.key)
+            if name in OF_TRAINED_BPE:
                 takes &= trained and named.isdisjoint(TRAINING_DATA)
-            takes &= not _other_form(field, named)
         elif field.key == _LENGTH:
             # A document may be longer than a pack has slots for one sample.
-            stored_value = stored["packing"].get("max_document_length") or stored_value
-        elif field.section != "training" or field.name not in (*PRECISION, "seed"):
-            continue
-        elif field.name == "transformer_impl" and options.values.get("training.device") == "cpu":
-            continue  # TransformerEngine runs on GPUs only, and local layers compute the same
+            longest = stored["packing"].get("max_document_length") if infers else None
+            stored_value = longest or stored_value
+        else:
+            takes &= field.section == "training" and name in of_training and not trains
+            # TransformerEngine runs on GPUs only, and local layers compute the same.
+            if infers and name == "transformer_impl":
+                takes &= values.get("training.device") != "cpu"
         if takes:
             yield field, stored_value
 

@@ -44,7 +44,7 @@ from megatron_packed.data.packing.balanced_packer import (
 )
 from megatron_packed.packed.array_types import Int64Array, IntegerArray
 from megatron_packed.packed.capture_sizes import DOCUMENT_COST
-from megatron_packed.packed.cu_seqlens import aligned, as_lengths
+from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned, as_lengths
 
 METHODS = ("balanced", "best_fit_decreasing", "sequential")
 

@@ -9,7 +9,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.data.packing.packer import Packer, Packs
 from megatron_packed.data.packing.pieces import Pieces, TargetCounts, TokenCounts
 from megatron_packed.packed.capture_sizes import CaptureSizes, coverage, percentile
-from megatron_packed.packed.cu_seqlens import aligned
+from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned
 
 CAPACITIES = (8, 16, 32, 64, 106, 128, 256)
 """Capacities, in documents, for which a report gives the share of packs that fit.

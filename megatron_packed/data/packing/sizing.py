@@ -19,7 +19,7 @@ from megatron_packed.packed.capture_sizes import (
     coverage,
     percentile,
 )
-from megatron_packed.packed.cu_seqlens import aligned
+from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned
 
 TIE = 0.01
 """Relative difference of cost below which two packings count as equal.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from megatron_packed.config.kinds.attention import KIND
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.attention import Attention, WindowTables
+from megatron_packed.layers.attention import Attention, window_tables
 from megatron_packed.layers.attention_heads import attended_heads
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
@@ -24,8 +23,6 @@ from megatron_packed.layers.kinds.mixer_kind import (
 from megatron_packed.layers.parameters import norm_scale, normal, residual_normal, zeros
 from megatron_packed.lazy_exports import lazy_function
 from megatron_packed.ops.varlen_attention.api import prepare_tables
-from megatron_packed.ops.varlen_attention.tables import BlockTables, MaskTable
-from megatron_packed.packed.params import PackedSeqParams
 
 LARGEST_WINDOW = 48
 """Largest window of the isolation self-test, so that windows end inside its documents."""
@@ -49,20 +46,7 @@ def _tables(config: ModelConfig, build: Build) -> TableBuilder | None:
         dtype=build.dtype,
         deterministic=build.backends.deterministic,
     )
-    return partial(_window_tables, config.attention_windows, prepare)
-
-
-def _window_tables(
-    windows: Sequence[int | None],
-    prepare: Callable[..., BlockTables | MaskTable | None],
-    packed: PackedSeqParams,
-) -> WindowTables | None:
-    """Return the tables of a pack for each window; None if the kernel reads none."""
-    tables = {
-        window: prepare(packed.seq_idx, packed.cu_seqlens, window_size=window) for window in windows
-    }
-    read = {window: table for window, table in tables.items() if table is not None}
-    return WindowTables(read) if read else None
+    return partial(window_tables, config.attention_windows, prepare)
 
 
 def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:

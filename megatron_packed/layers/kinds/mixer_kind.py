@@ -17,8 +17,7 @@ from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import HybridLayer
 from megatron_packed.layers.parameters import Fill
 from megatron_packed.lazy_exports import lazy_function
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import KindTables
+from megatron_packed.packed.params import KindTables, PackedSeqParams
 
 if TYPE_CHECKING:
     from megatron_packed.layers.decoding.state import MixerState

@@ -30,10 +30,8 @@ from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.context_parallel import ALL_ROWS, ContextParallel
-from megatron_packed.packed.shared_tables import Samples
-
-EPSILON = 1e-20
-"""Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""
+from megatron_packed.layers.moe.router import EPSILON, chosen_experts
+from megatron_packed.packed.params import Samples
 
 
 def auxiliary_loss(
@@ -68,8 +66,7 @@ def auxiliary_loss(
     """
     total = torch.zeros((), dtype=torch.float32, device=valid_T.device)
     topk = config.moe_router_topk
-    per_pack = config.moe_router_load_balancing_type in ("aux_loss", "seq_aux_loss")
-    if per_pack and config.moe_aux_loss_coeff:
+    if _balances_packs(config):
         chosen_TE = experts_by_score(config, logits_TE, chosen_TE, valid_T)
         probabilities_TE = balance_probabilities(logits_TE, config.moe_router_score_function)
         coeff = config.moe_aux_loss_coeff * share
@@ -88,6 +85,17 @@ def auxiliary_loss(
     if config.moe_z_loss_coeff:
         total = total + z_loss(logits_TE, valid_T, num_valid, coeff=config.moe_z_loss_coeff)
     return total
+
+
+def has_auxiliary_loss(config: ModelConfig) -> bool:
+    """Return True if a model's `auxiliary_loss` has a term; without one it is 0."""
+    return _balances_packs(config) or bool(config.moe_z_loss_coeff)
+
+
+def _balances_packs(config: ModelConfig) -> bool:
+    """Return True if each pack, or each of its samples, has a load-balance loss."""
+    kind = config.moe_router_load_balancing_type
+    return kind in ("aux_loss", "seq_aux_loss") and config.moe_aux_loss_coeff != 0
 
 
 def balance_probabilities(logits_TE: Tensor, score_function: str) -> Tensor:
@@ -165,18 +173,6 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor, num_valid: Tensor, *, coeff: floa
     For the arguments see `load_balance_loss`.
     """
     return (torch.logsumexp(logits_TE, dim=-1).square() * valid_T).sum() * coeff / num_valid
-
-
-def chosen_experts(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
-    """Return ``(T, E)`` float32: 1 for each expert of each real token, else 0.
-
-    Sums of ones are exact, so the order of the additions does not matter.
-    """
-    chosen_TE = torch.zeros(
-        valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
-    )
-    chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
-    return chosen_TE * valid_T.unsqueeze(-1)
 
 
 def unbiased_experts(logits_TE: Tensor, valid_T: Tensor, topk: int) -> Tensor:

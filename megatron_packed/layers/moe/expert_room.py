@@ -24,7 +24,7 @@ rows of the buffer, divided by the number of experts: up to 128 rows, or more. S
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,6 +120,28 @@ class ExpertRoom:
             )
         )
         self.observed = True
+
+    def state(self, ep_size: int) -> dict[str, float] | None:
+        """Return the values that checkpoints keep; None without observed bounds."""
+        if self.bounds is None or not (self.observed or self.repeats):
+            return None
+        return {"ep_size": ep_size, **self.bounds._asdict(), "repeats": self.repeats}
+
+    def load_state(self, state: Mapping[str, float], ep_size: int, *, sends_parts: bool) -> None:
+        """Take over the bounds of a checkpoint.
+
+        Given bounds are kept. Bounds of another number of expert-parallel ranks are ignored, because
+        the loads of those ranks differ. So are bounds of the other dispatcher: only `alltoall` has a
+        bound of its parts, and other checkpoints store 0 for it.
+        """
+        if self.bounds is None:
+            return
+        self.repeats = int(state["repeats"])
+        # Factors of even shares are kept, so packs of another size get bounds of their size.
+        same = state["ep_size"] == ep_size and (state["peer"] > 0) == sends_parts
+        if self.measured and same:
+            self.bounds = Load(state["rank"], state["peer"])
+            self.observed = True
 
     def sentences(self) -> list[str]:
         """Return the bounds, the largest load and the repeated steps in words; empty without bounds."""

@@ -1,4 +1,4 @@
-"""Mixture of experts: top-k routing to experts, and an optional shared expert for every token.
+"""Mixture of experts: top-k routing to experts, the experts of a rank, and an optional shared expert.
 
 With ``--moe-shared-expert-gate`` the shared expert's output for token x is multiplied by
 ``sigmoid(w . x)``, with one weight vector w ``(1, D)``.
@@ -16,7 +16,8 @@ dispatch, experts and combination. It is started first, as `SideStream` requires
 ranks dispatch different tokens, the shared expert has collectives of its own. These might meet those
 of the dispatcher in another order on another rank, so then the shared expert runs after the experts.
 
-Letters: T tokens, D hidden size, E experts, K experts per token, L latent size.
+Letters: T tokens, D hidden size, E experts, K experts per token, L latent size, F inner size of one
+expert, R rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -28,23 +29,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import ROWS_EXCHANGED, joined_residual
+from megatron_packed.layers.joined import ROWS_EXCHANGED, NamedCall, joined_residual, observation
 from megatron_packed.layers.linear import Linear
-from megatron_packed.layers.mlp import MLP
+from megatron_packed.layers.mlp import MLP, inner_segments
 from megatron_packed.layers.moe.aux_loss import (
     auxiliary_loss,
     balance_probabilities,
-    chosen_experts,
     experts_by_score,
+    has_auxiliary_loss,
 )
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
-from megatron_packed.layers.moe.experts import GroupedExperts
 from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.layers.moe.router import Router, Routing
+from megatron_packed.layers.moe.router import Router, Routing, chosen_experts
+from megatron_packed.ops.activation.api import Kind
+from megatron_packed.ops.backend_dispatch import planned_type
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.packed.later_tokens import prepared, reaches
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -108,6 +112,79 @@ def count_valid(packed: PackedSeqParams, depth: int = 0) -> Tensor:
     return valid_T.sum(dtype=torch.float32).clamp(min=1)
 
 
+class GroupedExperts(nn.Module):
+    """Experts of a rank, each applied to its own range of rows by grouped matrix products.
+
+    With E experts on this rank, ``fc1`` is ``(E, F, D)`` (``(E, 2F, D)`` ``[gate | up]`` for SwiGLU) and
+    ``fc2`` is ``(E, D, F)``. There are no biases. If the inner channels of each expert are split over
+    tensor-parallel ranks, the result is this rank's term of a sum.
+
+    Args:
+        num_experts: number of experts on all ranks together.
+        hidden_size: D.
+        inner_size: inner size of one expert before it is split over ranks.
+        kind: activation function.
+        ep: expert parallelism of this rank.
+        build: arguments that all layers share.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        kind: Kind,
+        ep: ExpertParallel,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.backend = build.backends.grouped_mlp
+        segments = inner_segments(inner_size, kind)
+        rows = ep.shard(num_experts, *segments, dim=1)
+        columns = ep.shard(num_experts, segments[0], dim=2)
+        whole_rows = sum(segment.count for segment in segments)
+        fc1 = rows.local_shape((num_experts, whole_rows, hidden_size))
+        fc2 = columns.local_shape((num_experts, hidden_size, inner_size))
+        self.fc1 = set_expert_shard(build.new_parameter(*fc1), rows)
+        self.fc2 = set_expert_shard(build.new_parameter(*fc2), columns)
+        self.expert_fc1 = NamedCall()
+        self.moe_act = NamedCall()
+        self.expert_fc2 = NamedCall()
+
+    def forward(self, x_RD: Tensor, offsets_E: Tensor) -> Tensor:
+        """Apply the experts to the sorted rows; rows beyond the last offset give zeros.
+
+        Args:
+            x_RD: ``(R, D)`` rows sorted by expert.
+            offsets_E: ``(E,)`` int32: end of the rows of each expert.
+        Returns:
+            ``(R, D)``.
+        """
+        backend = grouped_mlp.grouped_mlp_backend(
+            x_RD,
+            self.fc1,
+            self.fc2,
+            offsets_E,
+            activation=self.kind,
+            backend=self.backend,
+            apart=self._reason_apart(x_RD.device.type),
+        )
+        if (run := grouped_mlp.joined_function(backend)) is not None:
+            return run(x_RD, self.fc1, self.fc2, offsets_E)
+        hidden_RF = self.expert_fc1(backend.fc1, x_RD, self.fc1, offsets_E)
+        hidden_RF = self.moe_act(backend.activate, hidden_RF, self.kind)
+        y_RD: Tensor = self.expert_fc2(backend.fc2, hidden_RF, self.fc2, offsets_E)
+        return y_RD
+
+    def _reason_apart(self, device_type: str) -> str:
+        """Return the reason why the steps must be separate calls; empty if there is none."""
+        if (self.kind, planned_type(device_type)) not in grouped_mlp.WITH_JOINED:
+            return ""
+        return observation(self.expert_fc1, self.moe_act, self.expert_fc2)
+
+
 class MoE(nn.Module):
     """Mixture of experts: router, dispatcher, experts and optional shared expert.
 
@@ -133,6 +210,7 @@ class MoE(nn.Module):
         backends, device = build.backends, build.device
         self.config = config
         self.balances_all_ranks = config.balances_all_ranks
+        self.has_aux_loss = has_auxiliary_loss(config)
         repeated = depth > 0 and config.mtp_use_repeated_layer
         # As in Megatron: the depths that use the same experts share one load-balance loss.
         self.balance_share = 1 / config.mtp_depths if repeated else 1.0
@@ -247,7 +325,8 @@ class MoE(nn.Module):
             assert self.side is not None
             self.side.join()
             y_TD = self.ep.leave(y_TD + beside_TD)
-        aux_loss, chosen_TE = self._aux_loss(routing, valid_T, packed)
+        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
+        aux_loss = self._aux_loss(routing.logits_TE, chosen_TE, valid_T, packed)
         balance: Balance | tuple[()] = ()
         if self.balances_all_ranks and self.training:
             balance = self._balance(routing.logits_TE, chosen_TE, valid_T)
@@ -280,29 +359,26 @@ class MoE(nn.Module):
         return y_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
 
     def _aux_loss(
-        self, routing: Routing, valid_T: Tensor, packed: PackedSeqParams
-    ) -> tuple[Tensor, Tensor]:
-        """Return the auxiliary losses of this rank's rows, 0 outside training, and the chosen experts.
+        self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Return the auxiliary losses of this rank's rows, 0-d float32.
 
-        Returns:
-            0-d float32 losses; `chosen_experts` of the routing.
+        They are 0 outside training and without a coefficient.
         """
-        tokens = count_valid(packed, self.depth)
-        chosen_TE = chosen_experts(routing.topk_expert_ids_TK, valid_T, self.router.num_experts)
-        if not self.training:
-            return torch.zeros((), dtype=torch.float32, device=valid_T.device), chosen_TE
+        if not self.training or not self.has_aux_loss:
+            return torch.zeros((), dtype=torch.float32, device=valid_T.device)
         tables = prepared(packed, self.depth) if self.depth else packed.tables
         loss = auxiliary_loss(
             self.config,
-            routing.logits_TE,
+            logits_TE,
             chosen_TE,
             valid_T,
-            tokens,
+            count_valid(packed, self.depth),
             samples=None if tables is None else tables.samples,
             share=self.balance_share,
             cp=self.cp,
         )
-        return self.tp.counted_once(loss), chosen_TE
+        return self.tp.counted_once(loss)
 
     def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, valid_T: Tensor) -> Balance:
         """Return the load for ``global_aux_loss``; see [Note: global balance is outside of layers]."""

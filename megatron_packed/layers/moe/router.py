@@ -28,12 +28,14 @@ from torch import Tensor, nn
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.differentiable import Group, gather_rows
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.moe.aux_loss import EPSILON
 from megatron_packed.layers.moe.random_logits import random_logits, replace_values
 from megatron_packed.layers.parameters import keep_fp32
 from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.packed.params import PackedSeqParams
 from megatron_packed.torch_private import foreach_add_
+
+EPSILON = 1e-20
+"""Small number that keeps a division by a sum of sigmoids finite if all sigmoids underflow."""
 
 
 class Routing(NamedTuple):
@@ -117,6 +119,18 @@ def topk_routing(
     if scaling_factor:
         weights_TK = weights_TK * scaling_factor
     return weights_TK, ids_TK
+
+
+def chosen_experts(topk_expert_ids_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tensor:
+    """Return ``(T, E)`` float32: 1 for each expert of each real token, else 0.
+
+    Sums of ones are exact, so the order of the additions does not matter.
+    """
+    chosen_TE = torch.zeros(
+        valid_T.shape[0], num_experts, dtype=torch.float32, device=valid_T.device
+    )
+    chosen_TE.scatter_(1, topk_expert_ids_TK, 1.0)
+    return chosen_TE * valid_T.unsqueeze(-1)
 
 
 @torch.no_grad()

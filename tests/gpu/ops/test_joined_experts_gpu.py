@@ -8,7 +8,7 @@ import torch
 from megatron_packed.config.optional_packages import is_installed
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.moe.experts import GroupedExperts
+from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.ops.grouped_mlp.api import JOINED, grouped_mlp
 from support.gpu_memory_modes import requested_bytes

@@ -15,6 +15,7 @@ from megatron_packed.inputs.plan_packs import plan_training
 from support import commands
 from support.json_lines import write_texts
 
+MODEL = "--hybrid-layer-pattern - --hidden-size 8"
 SFT = ["--sft", "--seq-length", "64"]
 
 
@@ -28,6 +29,13 @@ def answers(path, prompts, answer=10):
     )
     path.write_text("".join(lines))
     return str(path)
+
+
+def parts(folder, *valid, answer=10):
+    """Return flags of 40 prompts for training, and of prompts of the given sizes for validation."""
+    train = answers(folder / "train.jsonl", [5] * 40)
+    given = answers(folder / f"valid{len(valid)}.jsonl", valid, answer)
+    return [*SFT, "--eval-interval", 2, "--train-data-path", train, "--valid-data-path", given]
 
 
 def packing(capsys, *argv):
@@ -60,29 +68,13 @@ def test_data_without_a_target_is_refused_with_its_counts(tmp_path, capsys, comm
 
 
 def test_validation_without_a_target_is_refused_by_its_name(tmp_path, capsys):
-    train, valid = (
-        answers(tmp_path / "train.jsonl", [5] * 40),
-        answers(tmp_path / "valid.jsonl", [300] * 3),
-    )
-    argv = [
-        "--train-data-path",
-        train,
-        *SFT,
-        "--overlong-policy",
-        "truncate",
-        "--valid-data-path",
-        valid,
-    ]
-    code, output = packing(capsys, *argv, "--eval-interval", 2)
+    argv = [*parts(tmp_path, 300, 300, 300), "--overlong-policy", "truncate"]
+    code, output = packing(capsys, *argv)
     assert code == 3 and "data error: the validation data has no target left" in output.err
 
 
 def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
-    train, valid = (
-        answers(tmp_path / "train.jsonl", [5] * 40),
-        answers(tmp_path / "valid.jsonl", [5] * 3),
-    )
-    argv = ["--train-data-path", train, *SFT, "--valid-data-path", valid, "--eval-interval", 2]
+    argv = parts(tmp_path, 5, 5, 5)
     lines = packing(capsys, *argv)[1].out.splitlines()
     [few] = [line for line in lines if "noisy" in line]
     assert few.startswith(
@@ -90,16 +82,14 @@ def test_few_targets_of_a_validation_are_said(tmp_path, capsys):
     )  # 3 x (10 bytes and the end-of-document token)
     assert not any("lost by truncation" in line for line in lines)  # nothing is lost
     assert few.endswith("noisy; add documents to it.")
-    argv[argv.index(valid)] = more = answers(
-        tmp_path / "more.jsonl", [5] * 20
-    )  # five packs, which also have too few targets
+    # Twenty documents are five packs, which also have too few targets.
+    argv = parts(tmp_path, *[5] * 20)
     ended = packing(capsys, *argv, "--eval-iters", 1)[1].out
     assert (
         "raise --eval-iters, which stops before the last document, and add documents to it."
         in ended
     )
-    big = answers(tmp_path / "big.jsonl", [5] * 30, answer=40)
-    argv[argv.index(more)] = big
+    argv = parts(tmp_path, *[5] * 30, answer=40)
     assert "noisy" not in packing(capsys, *argv)[1].out
     ended = packing(capsys, *argv, "--eval-iters", 1)[
         1
@@ -147,17 +137,8 @@ def test_over_long_conversations_keep_their_last_answer_by_default(tmp_path, cap
         (json.dumps({"messages": [{"role": "system", "content": "Be nice."}, *turns]}) + "\n") * 9
     )
     valid.write_text((json.dumps({"messages": turns}) + "\n") * 2)
-    argv = [
-        "--train-data-path",
-        train,
-        "--valid-data-path",
-        valid,
-        "--eval-interval",
-        2,
-        "--sft",
-        "--seq-length",
-        256,
-    ]
+    argv = ["--train-data-path", train, "--valid-data-path", valid, "--eval-interval", 2]
+    argv += ["--sft", "--seq-length", 256]
     lines = packing(capsys, *argv, "--micro-batch-size", 2)[1].out.splitlines()
     said = [
         line
@@ -176,8 +157,7 @@ def test_over_long_conversations_keep_their_last_answer_by_default(tmp_path, cap
         )
     accounts = commands.report(capsys, "tune", *argv)["accounts"]
     assert accounts["targets_truncated"] == found["training"]["targets"]["targets_truncated"]
-    model = ["--hybrid-layer-pattern", "-", "--hidden-size", "64", "--num-attention-heads", "4"]
-    assert main(["plan", *model, *map(str, argv)]) == 0
+    assert main(["plan", *MODEL.split(), *map(str, argv)]) == 0
     assert "the tokenised documents of" in capsys.readouterr().out
 
 
@@ -186,18 +166,8 @@ def test_pieces_without_targets_are_kept_for_the_packs_of_runs_begun_before(tmp_
     short = answers(tmp_path / "short.jsonl", [5] * 30)
 
     def plan(path, *more):
-        given = [
-            "--hybrid-layer-pattern",
-            "-",
-            "--hidden-size",
-            "8",
-            "--lr",
-            "0",
-            "--train-iters",
-            "1",
-            *SFT,
-        ]
-        config = parse([*given, "--overlong-policy", "truncate", "--data-path", path, *more])
+        given = f"{MODEL} --lr 0 --train-iters 1 --overlong-policy truncate --data-path {path}"
+        config = parse([*SFT, *given.split(), *more])
         documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False).train
         return plan_training(config, documents)[0]
 

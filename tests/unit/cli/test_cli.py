@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,40 +13,28 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from megatron_packed.__main__ import main as program
+from megatron_packed.__main__ import run_program
 from megatron_packed.cli.main import main
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.models.generate import generate
 from megatron_packed.reporting.curves import OF_A_STEP
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import build_job
 from support.commands import exit_code
 from support.explained import explain
 from support.json_lines import write_lines, write_texts
 
-MODEL = [
-    "--hybrid-layer-pattern",
-    "M*-",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--mamba-head-dim",
-    "8",
-    "--mamba-num-groups",
-    "1",
-    "--mamba-state-dim",
-    "8",
-    "--disable-bias-linear",
-    "--device",
-    "cpu",
-]
-LOOP = ["--lr", "1e-3", "--train-iters", "3", "--seq-length", "64"]
+MODEL = shlex.split(
+    "--hybrid-layer-pattern M*- --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8 "
+    "--mamba-num-groups 1 --mamba-state-dim 8 --disable-bias-linear --device cpu"
+)
+LOOP = shlex.split("--lr 1e-3 --train-iters 3 --seq-length 64")
+WHOLE = ["--append-eod", "--workers", 1]
+"""Options of ``preprocess`` in one process."""
 
 
 @pytest.fixture
@@ -70,7 +59,7 @@ def save_checkpoint(run_flags, seed, vocab_size=ByteTokenizer.vocab_size):
     config = parse([*map(str, run_flags), "--seed", str(seed)])
     groups = ParallelGroups.single()
     job = build_job(config, groups, vocab_size)
-    state = RunState(job.model, job.optimizer, groups, config=to_dict(config), model_hash="")
+    state = RunState(job.model, job.optimizer, groups, AskedRun(config=config))
     state.save(config.checkpoint)
     return job.model
 
@@ -137,7 +126,7 @@ def test_ctrl_c_ends_a_command_with_one_sentence(imported, monkeypatch, capsys):
     if not imported:
         monkeypatch.delitem(sys.modules, "megatron_packed.cli.main")
         monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupted)])
-    assert program() == 130
+    assert run_program() == 130
     assert capsys.readouterr().err == "interrupted.\n"
 
 
@@ -151,7 +140,7 @@ def test_an_absent_package_ends_a_command_with_one_sentence(name, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["megatron-packed", "packing"])
     monkeypatch.setattr("megatron_packed.cli.packing.with_unused_flags", absent)
     with pytest.raises(SystemExit if name == "torch" else ModuleNotFoundError):
-        program()
+        run_program()
     said = capsys.readouterr().err
     assert said.startswith(f"torch is not installed for {sys.executable}") == (name == "torch")
 
@@ -196,16 +185,7 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
 
 
 def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
-    made = [
-        "preprocess",
-        "--input",
-        data[1],
-        "--output-prefix",
-        tmp_path / "out" / "d",
-        "--append-eod",
-        "--workers",
-        1,
-    ]
+    made = ["preprocess", "--input", data[1], "--output-prefix", tmp_path / "out" / "d", *WHOLE]
     assert exit_code(*made) == 0
     said = capsys.readouterr().out
     assert (
@@ -237,9 +217,9 @@ def test_preprocess_makes_what_data_path_takes(data, tmp_path, capsys):
 def test_preprocess_names_the_tokenizer_that_it_trained(data, tmp_path, capsys):
     """The flags that it prints read the files that it wrote."""
     prefix = tmp_path / "out" / "d"
-    made = ["preprocess", "--input", data[1], "--output-prefix", prefix, "--append-eod"]
+    made = ["preprocess", "--input", data[1], "--output-prefix", prefix, *WHOLE]
     trained = ["--tokenizer-type", "TrainedBPETokenizer", "--tokenizer-vocab-size", 270]
-    assert exit_code(*made, "--workers", 1, *trained) == 0
+    assert exit_code(*made, *trained) == 0
     [flags] = re.findall(r"^Train on these files with (.*)$", capsys.readouterr().out, re.MULTILINE)
     read = ["packing", "--data-path", f"{prefix}_text_document", "--seq-length", 64]
     assert exit_code(*read, *trained) == 3
@@ -248,32 +228,18 @@ def test_preprocess_names_the_tokenizer_that_it_trained(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["NullTokenizer", "TikTokenizer", "SentencePieceTokenizer"])
 def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
-    """Every tokenizer works for preprocessing text, for the report of packs, and for generating an
-    answer.
+    """Every tokenizer works for preprocessing text and for the report of packs; `test_generate_command`
+    generates answers with each.
     """
     flags = ["--tokenizer-type", kind, "--data-cache-path", tmp_path]
     if kind == "NullTokenizer":
         flags += ["--vocab-size", 300]
     else:
-        flags += [
-            "--tokenizer-model",
-            tokenizer_file(kind, tmp_path / "model"),
-            "--tiktoken-num-special-tokens",
-            10,
-        ]
+        flags += ["--tokenizer-model", tokenizer_file(kind, tmp_path / "model")]
+        flags += ["--tiktoken-num-special-tokens", 10]
     text = tmp_path / "d.jsonl"
     write_texts(text, ("7 " * length + "8" for length in (20, 5, 9)))
-    made = [
-        "preprocess",
-        "--input",
-        text,
-        "--output-prefix",
-        tmp_path / "d",
-        "--append-eod",
-        "--workers",
-        1,
-        *flags,
-    ]
+    made = ["preprocess", "--input", text, "--output-prefix", tmp_path / "d", *WHOLE, *flags]
     assert exit_code(*made) == 0
     assert "3 documents" in capsys.readouterr().out
     said = []
@@ -281,29 +247,6 @@ def test_every_command_takes_every_tokenizer(kind, tmp_path, capsys):
         assert exit_code("packing", "--data-path", path, "--seq-length", 64, *flags) == 0
         said.append(capsys.readouterr().out.splitlines()[-3:])
     assert said[0] == said[1]
-    run = [
-        *MODEL,
-        *LOOP,
-        "--data-path",
-        text,
-        "--load",
-        tmp_path / "save",
-        "--save",
-        tmp_path / "save",
-        *flags,
-    ]
-    config = parse([str(word) for word in run])
-    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    trained = save_checkpoint(run, 7, tokenizer.vocab_size)
-    prompt = [int(token) for token in tokenizer.encode("7 8")]
-    expected = tokenizer.decode(
-        generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
-    ).strip()
-    assert exit_code("generate", *run, "--prompt", "7 8", "--max-new-tokens", 5) == 0
-    assert capsys.readouterr().out == visible(expected) + "\n"
-    if kind == "NullTokenizer":
-        assert exit_code("generate", *run, "--prompt", "seven") == 3
-        assert "'seven' is not a number below 300" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -373,16 +316,8 @@ def test_packing_fills_in_only_what_is_missing():
 @pytest.mark.parametrize("policy, code", [("error", 3), ("drop", 3), ("truncate", 0)])
 def test_data_that_cannot_be_packed_is_a_data_error(tmp_path, policy, code, capsys):
     write_texts(tmp_path / "long.jsonl", ["a" * 100])
-    argv = [
-        "packing",
-        "--data-path",
-        tmp_path / "long.jsonl",
-        "--seq-length",
-        64,
-        "--overlong-policy",
-        policy,
-    ]
-    assert exit_code(*argv) == code
+    flags = ["--seq-length", 64, "--overlong-policy", policy]
+    assert exit_code("packing", "--data-path", tmp_path / "long.jsonl", *flags) == code
     assert ("data error: " in capsys.readouterr().err) == (code == 3)
 
 
@@ -399,8 +334,13 @@ def test_generate_reads_the_checkpoint(run_flags, capsys):
     expected = tokenizer.decode(
         generate(trained, [prompt], 5, ends={tokenizer.eod_id})[0], skip_special=True
     ).strip()
-    assert exit_code("generate", *run_flags, "--prompt=-1 the", "--max-new-tokens", 5) == 0
-    assert capsys.readouterr().out == visible(expected) + "\n"
+    layout = shlex.split(
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p"
+    )
+    for more in ([], layout):  # generation runs in one process, whatever the run did
+        words = [*run_flags, *more, "--prompt=-1 the", "--max-new-tokens", 5]
+        assert exit_code("generate", *words) == 0
+        assert capsys.readouterr().out == visible(expected) + "\n"
 
 
 def test_generate_answers_several_prompts(run_flags, tmp_path, monkeypatch, capsys):
@@ -448,50 +388,6 @@ def test_wrong_options_of_generate_are_one_sentence(run_flags, capsys):
         assert line.startswith(problem)
 
 
-def test_generate_takes_the_flags_of_a_run_of_several_processes(run_flags, capsys):
-    save_checkpoint(run_flags, 3)
-    layout = [
-        "--tensor-model-parallel-size",
-        2,
-        "--context-parallel-size",
-        2,
-        "--cp-comm-type",
-        "p2p",
-    ]
-    said = []
-    for more in ([], layout):
-        assert (
-            exit_code("generate", *run_flags, *more, "--prompt", "the", "--max-new-tokens", 5) == 0
-        )
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
-
-
-def test_generate_needs_its_checkpoint_alone(run_flags, capsys):
-    save_checkpoint(run_flags, 3)
-    least = [
-        *MODEL,
-        *run_flags[run_flags.index("--load") :][:2],
-        "--seq-length",
-        64,
-        "--prompt",
-        "the",
-    ]
-    said = []
-    for flags in (
-        least,
-        [*least, "--data-path", "elsewhere.jsonl"],
-        [*run_flags, "--prompt", "the"],
-    ):
-        assert exit_code("generate", *flags, "--max-new-tokens", 5) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] == said[2]
-    assert exit_code("generate", *least[len(MODEL) :], "--max-new-tokens", 5) == 0
-    assert capsys.readouterr().out == said[0]
-    assert exit_code("generate", *least, "--tokenizer-type", "TrainedBPETokenizer") == 2
-    assert "--data-path is required" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("command", ["generate", "tune", "explain"])
 def test_a_gpu_that_is_not_here_is_reported(command, run_flags, tmp_path, capsys):
@@ -526,9 +422,6 @@ def test_generate_refuses_a_kernel_that_cannot_run_here(run_flags, capsys):
 def test_generate_without_a_checkpoint(run_flags, capsys):
     assert exit_code("generate", *run_flags, "--prompt", "the") == 4
     assert "checkpoint error" in capsys.readouterr().err
-    at_load = run_flags.index("--load")
-    assert exit_code("generate", *run_flags[:at_load], "--prompt", "the") == 2
-    assert "--load is required" in capsys.readouterr().err
 
 
 def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys):
@@ -537,22 +430,6 @@ def test_generate_refuses_what_the_rotary_tables_do_not_reach(run_flags, capsys)
     assert exit_code("generate", *rope, "--prompt", "the", "--max-new-tokens", 61) == 0
     assert exit_code("generate", *rope, "--prompt", "the", "--max-new-tokens", 62) == 2
     assert "64 positions" in capsys.readouterr().err
-
-
-def test_generate_refuses_another_function_of_the_same_weights(run_flags, capsys):
-    save_checkpoint(run_flags, seed=7)
-    assert (
-        exit_code("generate", *run_flags, "--squared-relu", "--norm-epsilon", 1e-6, "--prompt", "a")
-        == 4
-    )
-    problem = capsys.readouterr().err
-    assert "--squared-relu is on, and the checkpoint was made with off" in problem
-    assert "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05" in problem
-    assert exit_code("generate", *run_flags, "--bf16", "--prompt", "a") == 4
-    assert (
-        "was trained without --bf16, and a load does not change precisions; leave it out in this run too"
-        in capsys.readouterr().err
-    )
 
 
 def test_report(tmp_path, capsys):
@@ -664,8 +541,6 @@ def test_plot(tmp_path, capsys):
         ["report"],
         ["report", "nowhere.jsonl"],
         ["report", "a.jsonl", "--x"],
-        ["generate", "--prompt", "a"],
-        ["generate", *LOOP],
     ],
 )
 def test_usage_errors_end_with_2(argv, tmp_path, monkeypatch, capsys):
@@ -782,10 +657,21 @@ def test_files_are_named_once_by_one_flag(command, capsys):
     assert capsys.readouterr().err.startswith("--data-path: give the files with ")
 
 
-def test_problems_are_reported_before_torch_is_imported():
-    code = (
-        "import sys\nfrom megatron_packed.cli.main import main\n"
-        "try: main(['packing', '--seq-length', '0'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["packing", "--seq-length", "0"], 2), (["from-megatron", "model_config.yaml"], 0)],
+)
+def test_torch_is_not_imported_for(words, code, tmp_path):
+    """Problems are reported before, and flags of Megatron-LM are translated without it."""
+    flags = "--hybrid-layer-pattern: '-', --hidden-size: 64, --seq-length: 64, --data-path: a_b"
+    (tmp_path / "model_config.yaml").write_text(
+        f"MODEL_ARGS: {{{flags}, --lr: 1, --train-iters: 1, --split: '1'}}"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["2", "False"]
+    program = (
+        "import sys\nfrom megatron_packed.cli.main import main\n"
+        f"try: code = main({words})\nexcept SystemExit as ended: code = ended.code\n"
+        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert ran.stderr.splitlines()[-1] == f"{code} False"

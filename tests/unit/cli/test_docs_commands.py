@@ -25,28 +25,8 @@ PAGES = sorted(
 )
 TRAINING = "pretrain_hybrid.py"
 WITHOUT_RUN_FLAGS = ("convert", "doctor", "from-megatron", "plot", "report")
-SHELL = {
-    *(
-        "bash",
-        "cat",
-        "cd",
-        "conda",
-        "cp",
-        "do",
-        "diff",
-        "docker",
-        "done",
-        "export",
-        "for",
-        "git",
-        "hf",
-        "kill",
-        "mkdir",
-    ),
-    *("module", "nsys", "nvidia-smi", "pip", "printf", "prlimit", "rm", "source", "srun", "uv"),
-    "true",
-    "wait",
-}
+SHELL = shlex.split("""bash cat cd conda cp do diff docker done export for git hf kill mkdir module
+    nsys nvidia-smi pip printf prlimit rm source srun uv true wait""")
 """First words of command lines that run other programs than this project's."""
 PLACEHOLDERS = ("YOUR_FLAGS", "FLAGS_OF_A_RUN", "FLAGS", "...")
 RUN = """--hybrid-layer-pattern M*- --hidden-size 64 --num-attention-heads 4 --mamba-head-dim 16

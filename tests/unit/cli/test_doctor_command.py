@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_packed.cli.doctor import command, gpu, machine, probe, supervise
-from megatron_packed.cli.doctor.findings import Finding, State
 from megatron_packed.cli.doctor.supervise import run_probes
 from megatron_packed.cli.main import main
 from megatron_packed.config import optional_packages
 from megatron_packed.config.optional_packages import PACKAGES, strangers
+from megatron_packed.explain.capability import Capability
 from megatron_packed.ops.varlen_attention import sdpa
 from megatron_packed.optim.adamw_multi_tensor import stranger_by_its_name
 
@@ -96,9 +96,9 @@ def test_a_gpu_where_all_works(examined):
     assert lines["flash-attn"]["instead"] == "varlen_attention: flash_attn_4"
 
 
-GPU = Finding(name="GPU 0", state=State.WORKS, found="NVIDIA H200, 139 GiB, capability 9.0")
+GPU = Capability(name="GPU 0", state="works", found="NVIDIA H200, 139 GiB, capability 9.0")
 NO_TORCH = {"import:torch": {"absent": True}}
-NO_GPU = Finding(name="CUDA", state=State.ABSENT, detail="torch 2.13 is built for CPUs only")
+NO_GPU = Capability(name="CUDA", state="absent", detail="torch 2.13 is built for CPUs only")
 SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "reference": []}}}
 
 
@@ -132,7 +132,7 @@ SLOW = {"ssd": {"chosen": "reference", "reasons": {"mamba_ssm": ["missing"], "re
 )
 def test_the_first_line_is_the_verdict(gpu, changes, first, monkeypatch, capsys):
     """The verdict comes before the details: on which device this machine can train."""
-    made_up = answers(gpu={"findings": [gpu.as_dict()]}, **changes)
+    made_up = answers(gpu={"findings": [gpu]}, **changes)
     answer(monkeypatch, made_up)
     main(["doctor"])
     assert capsys.readouterr().out.splitlines()[0].startswith(first)
@@ -220,11 +220,11 @@ def test_a_cudnn_that_torch_refuses_costs_its_own_line(monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(gpu.torch.backends.cudnn, "version", version)
     for part in ("_nccl", "_gpu", "_pinned"):
-        monkeypatch.setattr(gpu, part, lambda *_, part=part: Finding(name=part, state=State.WORKS))
+        monkeypatch.setattr(gpu, part, lambda *_, part=part: Capability(name=part, state="works"))
     found = {one.name: one for one in gpu.gpu_findings()}
     assert list(found) == ["CUDA", "cuDNN", "_nccl", "_gpu", "_pinned"]
     assert (
-        found["cuDNN"].state is State.SLOW
+        found["cuDNN"].state == "slower"
         and "(9, 19, 0)" in found["cuDNN"].detail
         and found["cuDNN"].fix
     )
@@ -261,7 +261,7 @@ def test_a_gpu_that_is_held_down_or_adds_wrongly(monkeypatch, total, bits, state
     )
     monkeypatch.setitem(sys.modules, "pynvml", library)
     found = gpu._gpu(3)
-    assert (found.name, found.state.value, found.found) == (
+    assert (found.name, found.state, found.found) == (
         "GPU 3",
         state,
         "H200, 140 GiB, capability 9.0",
@@ -305,7 +305,7 @@ def test_a_stranger_is_a_problem_with_the_package_to_install(site_of_strangers, 
 
 def test_an_unrelated_apex_excludes_that_of_nvidia(site_of_strangers):
     [apex] = [one for one in command._strangers() if one.name == "apex"]
-    assert apex.state is State.WRONG and apex.fix == "pip uninstall -y apex"
+    assert apex.state == "wrong" and apex.fix == "pip uninstall -y apex"
 
 
 def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
@@ -317,9 +317,11 @@ def test_nvidias_apex_is_no_stranger(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given", [None, "/own/ptxas"])
 def test_probes_compile_by_the_ptxas_of_a_run(tmp_path, monkeypatch, given):
     (tmp_path / "environment_probe.py").write_text(
-        "import json, os, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    print(json.dumps({'path': os.environ['TRITON_PTXAS_PATH']}), flush=True)\n"
+        "import os, sys\n"
+        "from multiprocessing.connection import Connection\n"
+        "pipe = Connection(int(sys.argv[1]))\n"
+        "for name in sys.argv[2:]:\n"
+        "    pipe.send({'path': os.environ['TRITON_PTXAS_PATH']})\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
@@ -334,14 +336,16 @@ def test_probes_compile_by_the_ptxas_of_a_run(tmp_path, monkeypatch, given):
 def test_a_probe_that_crashes_or_hangs_costs_its_own_line(tmp_path, monkeypatch):
     (tmp_path / "fragile.py").write_text(
         textwrap.dedent("""
-        import json, os, sys, time
-        for name in sys.argv[1:]:
+        import os, sys, time
+        from multiprocessing.connection import Connection
+        pipe = Connection(int(sys.argv[1]))
+        for name in sys.argv[2:]:
             if name == "crash":
                 print("out of luck", file=sys.stderr, flush=True)
                 os.abort()
             if name == "hang":
                 time.sleep(600)
-            print(json.dumps({"name": name, "last": name == "lost"}), flush=True)
+            pipe.send({"name": name, "last": name == "lost"})
             if name == "lost":
                 break
     """)
@@ -373,9 +377,9 @@ def test_limits_of_a_container(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 1024))
     lines = {one.name: one for one in machine.machine_findings()}
-    assert {
-        lines[name].state.value for name in ("shared memory", "locked memory", "open files")
-    } == {"slower"}
+    assert {lines[name].state for name in ("shared memory", "locked memory", "open files")} == {
+        "slower"
+    }
     assert lines["open files"].fix == "ulimit -n 65536" and lines["shared memory"].found.startswith(
         "0.0625 GiB"
     )
@@ -397,9 +401,9 @@ def test_limits_that_are_high_enough(monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (limits[kind],) * 2)
     lines = {one.name: one for one in machine.machine_findings()}
-    assert {
-        lines[name].state.value for name in ("shared memory", "locked memory", "open files")
-    } == {"works"}
+    assert {lines[name].state for name in ("shared memory", "locked memory", "open files")} == {
+        "works"
+    }
     assert lines["locked memory"].found == "unlimited (at most unlimited)"
 
 
@@ -424,7 +428,7 @@ def test_a_clock_that_no_service_sets(monkeypatch, answer, status, state):
     monkeypatch.setattr(
         machine.ctypes, "CDLL", lambda *_, **options: SimpleNamespace(adjtimex=adjtimex)
     )
-    assert machine._clock().state.value == state
+    assert machine._clock().state == state
 
 
 def test_without_a_terminal_a_line_now_and_then_says_what_runs(monkeypatch, capsys):

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_packed.cli import export_for_megatron
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
@@ -41,7 +40,7 @@ def stored_args(folder: Path) -> Namespace:
 
 def exported(capsys: pytest.CaptureFixture[str], tokenizer: str) -> tuple[Namespace, str]:
     """Train a step and export it; return the options for Megatron and the printed sentence."""
-    train(RunConfig.from_args([*FLAGS.split(), *tokenizer.split()]))
+    train([*FLAGS.split(), *tokenizer.split()])
     capsys.readouterr()
     assert main(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
     return stored_args(Path("theirs")), capsys.readouterr().out
@@ -95,7 +94,7 @@ def test_files_of_a_tokenizer_that_megatron_lacks_are_written(kind, tmp_path, ca
 
 
 def test_weights_are_written_without_the_tokenizer(tmp_path, capsys):
-    train(RunConfig.from_args([*FLAGS.split(), *HUGGING_FACE.split(), "hf"]))
+    train([*FLAGS.split(), *HUGGING_FACE.split(), "hf"])
     shutil.rmtree("hf")
     assert main(["convert", "--to-megatron", "theirs", "--load", "run"]) == 0
     args = stored_args(Path("theirs"))

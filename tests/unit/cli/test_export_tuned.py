@@ -8,18 +8,17 @@ import torch
 
 from megatron_packed.cli.export_tuned import export_tuned
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.served_template import served_template
 from megatron_packed.inputs.prompts import encode_prompts, texts
 from megatron_packed.models.convert.answer_ends import ends_of, with_ids
-from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles
+from megatron_packed.models.convert.huggingface_files import SINGLE
 from megatron_packed.models.convert.trained_config import SpecialIds
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
-from support.converted_model import from_hf, write_model
+from support.converted_model import change_fields, contents, from_hf, write_model
 from support.data_helpers import byte_level
 from support.json_lines import read_json
 
@@ -43,8 +42,7 @@ def write_base(folder, tokens=TOKENS, template=None):
     """Write a Llama model with a tokenizer whose only end is that of a document."""
     engine = byte_level(tokens)
     write_model(folder, "llama", vocab_size=engine.get_vocab_size() + 4, max_file_bytes=10**9)
-    config = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    change_fields(folder, eos_token_id=0)
     (folder / "generation_config.json").write_text(GENERATION)
     write_tokenizer(folder, tokens, template)
     return folder
@@ -72,7 +70,7 @@ def tune(base, folder, *flags, sft=True, tokenizer=None):
     argv += ["--global-batch-size", 2, "--train-iters", 1, "--lr", 0.01, "--device", "cpu"]
     argv += ["--no-isolation-self-test", *["--sft"] * sft, *flags]
     argv += [] if tokenizer is None else ["--tokenizer-model", tokenizer]
-    train(RunConfig.from_args(list(map(str, argv))))
+    train(list(map(str, argv)))
     return run
 
 
@@ -119,9 +117,9 @@ def test_template_and_ends_of_the_training_replace_those_of_the_base(base, templ
     )
     read = transformers.GenerationConfig.from_pretrained(out)
     assert read.eos_token_id == [2, 0] and read.temperature == 0.6
-    before, after = ModelFiles(base), ModelFiles(out)
-    assert before.places.keys() == after.places.keys()
-    assert not all(torch.equal(before.read(name), after.read(name)) for name in before.places)
+    before, after = contents(base), contents(out)
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_template_of_the_base_may_be_kept(base, template, tmp_path, capsys):

@@ -195,6 +195,9 @@ def test_each_tokenizer_and_precision_comes_from_the_checkpoint(
     again = TrainedModel.load(found.run, device="cpu").generate(text, max_new_tokens=4)
     assert again == out.strip()
     assert list(fresh.iterdir()) == []
+    if kind == "NullTokenizer":
+        assert main(["generate", "--load", str(found.run), "--prompt", "seven"]) == 3
+        assert "'seven' is not a number below 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -252,7 +255,17 @@ def test_given_flags_win_and_contradictions_are_refused_by_name(
     assert asked[-1].prompts == [found.document[:-1]]
     for contradiction, code, sentence in (
         ("--hidden-size 32", 4, "--hidden-size is 32, and the checkpoint was made with 16"),
-        ("--bf16", 4, "was trained without --bf16"),
+        (
+            "--norm-epsilon 1e-6",
+            4,
+            "--norm-epsilon is 1e-06, and the checkpoint was made with 1e-05",
+        ),
+        ("--qk-layernorm", 4, "--qk-layernorm is on, and the checkpoint was made with off"),
+        (
+            "--bf16",
+            4,
+            "was trained without --bf16, and a load does not change precisions; leave it",
+        ),
         ("--chat-template chatml", 2, "it applies to conversations only"),
         ("--tokenizer-type GPT2BPETokenizer", 2, "GPT2BPETokenizer does not use a model file"),
         ("--hiden-size 16", 2, "--hidden-size"),
@@ -298,9 +311,10 @@ def test_an_args_file_of_the_run_needs_no_part_of_the_training(
     found = trained(tmp_path, BPE.split(), {"text": TEXT})
     (tmp_path / "run.args").write_text("\n".join(found.flags))
     more = "--valid-data-path nowhere --tensor-model-parallel-size 2 --context-parallel-size 4"
-    _, err = answer(capsys, found.run, TEXT, f"@{tmp_path}/run.args", *more.split())
+    out, err = answer(capsys, found.run, TEXT, f"@{tmp_path}/run.args", *more.split())
     assert err.count("\n") == 1
     assert asked[-1].prompts == [found.document[:-1]]
+    assert out == answer(capsys, found.run, TEXT).out
 
 
 def test_a_damaged_tokenizer_is_named_and_the_checkpoint_before_it_is_used(
@@ -326,7 +340,7 @@ def test_checkpoints_of_earlier_versions_find_their_tokenizer_in_the_cache(
 ) -> None:
     write_texts(tmp_path / "kept.jsonl", [TEXT])
     flags = [*MODEL.split(), *LOOP.split(), *BPE.split(), "--data-path", f"{tmp_path}/kept.jsonl"]
-    train(RunConfig.from_args([*flags, "--save", f"{tmp_path}/run"]))
+    train([*flags, "--save", f"{tmp_path}/run"])
     answer(capsys, tmp_path / "run", TEXT)
     remove_attached_files(tmp_path / "run")
     answer(capsys, tmp_path / "run", TEXT)
@@ -365,4 +379,6 @@ def test_converted_weights_need_the_name_of_a_tokenizer(
     with pytest.raises(SystemExit):
         main(words)
     assert "holds converted weights, which name no tokenizer" in capsys.readouterr().err
+    assert main([*words, "--tokenizer-type", "TrainedBPETokenizer"]) == 2
+    assert "--data-path is required" in capsys.readouterr().err
     assert main([*words, "--tokenizer-type", "ByteTokenizer"]) == 0

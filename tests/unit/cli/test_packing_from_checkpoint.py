@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.training.from_python import train
 from support import commands
 
@@ -26,7 +25,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> dict:
     lines = [json.dumps({"messages": turns * (1 + number % 3)}) for number in range(20)]
     Path("talk.jsonl").write_text("\n".join(lines) + "\n")
     found = commands.report(capsys, "packing", *FLAGS.split())
-    train(RunConfig.from_args([*FLAGS.split(), "--save", "run"]))
+    train([*FLAGS.split(), "--save", "run"])
     Path("own.jinja").unlink()
     shutil.rmtree(".megatron_packed_cache")
     capsys.readouterr()
@@ -75,21 +74,15 @@ def test_plan_takes_the_options_of_the_checkpoint(report: dict, capsys) -> None:
 @pytest.mark.parametrize("command", ["packing", "plan", "tune"])
 def test_a_missing_option_of_a_loaded_checkpoint_has_this_cure(report, capsys, command) -> None:
     words = [command, "--sft", "--data-path", "talk.jsonl", "--load", "run"]
-    with pytest.raises(SystemExit):
-        raise SystemExit(main(words))
-    said = capsys.readouterr().err
     cure = "give --seq-length N, or take it from the loaded checkpoint with --use-checkpoint-args"
-    assert cure in said
-    with pytest.raises(SystemExit):
-        raise SystemExit(main(words[:-2]))
-    assert "--use-checkpoint-args" not in capsys.readouterr().err
+    assert cure in commands.refusal(capsys, *words)[1]
+    assert "--use-checkpoint-args" not in commands.refusal(capsys, *words[:-2])[1]
 
 
 def test_plan_estimates_no_model_that_no_flag_describes(report: dict, capsys) -> None:
     for more in ([], ["--load", "run"]):
-        with pytest.raises(SystemExit):
-            raise SystemExit(main(["plan", "--seq-length", "96", *more]))
-        said = capsys.readouterr().err
+        code, said = commands.refusal(capsys, "plan", "--seq-length", 96, *more)
+        assert code != 0
         assert "--hybrid-layer-pattern" in said
         assert ("with --use-checkpoint-args" in said) == bool(more)
 
@@ -98,6 +91,6 @@ def test_a_damaged_tokenizer_is_a_sentence(report: dict, capsys) -> None:
     Path("run/step_00000001/tokenizer.json").write_text("{}")
     words = ["--sft", "--data-path", "talk.jsonl", "--load", "run", "--use-checkpoint-args"]
     for command in ("packing", "tune"):
-        assert main([command, *words]) == 4
-        said = capsys.readouterr().err
+        code, said = commands.refusal(capsys, command, *words)
+        assert code == 4
         assert "checkpoint error" in said and "step_00000001/tokenizer.json" in said

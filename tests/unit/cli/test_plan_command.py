@@ -49,18 +49,9 @@ def test_4096_ranks_in_ten_seconds():
     """The command takes at most ten seconds of processor time in a separate process, including
     imports. Wall time would depend on other tests.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_packed.cli.main",
-        "plan",
-        *SEED,
-        "--ssd-backend",
-        "mamba_ssm",  # saves the states of chunks, which the default kernels compute again
-        "--world-size",
-        "4096",
-        "--json",
-    ]
+    # This backend saves the states of chunks, which the default kernels compute again.
+    more = shlex.split("--ssd-backend mamba_ssm --world-size 4096 --json")
+    command = [sys.executable, "-m", "megatron_packed.cli.main", "plan", *SEED, *more]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -137,15 +128,10 @@ def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
 def test_parameters_of_nemotron_3_super(capsys):
     """The published sizes are 120.6 billion parameters, of which a token uses 12.7 billion."""
     pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
-    changed = {
-        "--hybrid-layer-pattern": pattern,
-        "--moe-latent-size": "1024",
-        "--num-query-groups": "2",
-        "--mamba-num-heads": "128",
-        "--seq-length": "8192",
-    }
+    changed = f"--hybrid-layer-pattern {pattern} --moe-latent-size 1024 --num-query-groups 2"
+    changed += " --mamba-num-heads 128 --seq-length 8192"
     argv = [*SEED[: SEED.index("--cuda-graph-impl")], *SEED[SEED.index("--hybrid-layer-pattern") :]]
-    assert main(["plan", *argv, *(part for pair in changed.items() for part in pair)]) == 0
+    assert main(["plan", *argv, *changed.split()]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
         "120,668,687,360 parameters (12,770,216,960 active), vocabulary 131,072;"
@@ -308,23 +294,23 @@ def test_data_is_used_if_it_is_tokenised_and_never_made(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--world-size", 0], "--world-size 0: must be at least 1 "),
-        (["--world-size", 10**12, "--tensor-model-parallel-size", 3], "and at most 1,048,576"),
-        (["--world-size", 6, "--tensor-model-parallel-size", 4], "does not divide the 6 processes"),
-        (["--world-size", 8, "--global-batch-size", 12], "must be a multiple of 8"),
-        (["--gpu-memory-gib", 0], "finite number above 0"),
-        (["--gpu-memory-gib", "inf"], "finite number above 0"),
-        (["--lengths", "nowhere.txt"], "--lengths nowhere.txt: No such file or directory"),
-        (["--num-attention-heads", 3], "--num-attention-heads"),
+        ("--world-size 0", "--world-size 0: must be at least 1 "),
+        ("--world-size 1000000000000 --tensor-model-parallel-size 3", "and at most 1,048,576"),
+        ("--world-size 6 --tensor-model-parallel-size 4", "does not divide the 6 processes"),
+        ("--world-size 8 --global-batch-size 12", "must be a multiple of 8"),
+        ("--gpu-memory-gib 0", "finite number above 0"),
+        ("--gpu-memory-gib inf", "finite number above 0"),
+        ("--lengths nowhere.txt", "--lengths nowhere.txt: No such file or directory"),
+        ("--num-attention-heads 3", "--num-attention-heads"),
         (
-            ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"],
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
             "--vocab-size is required",
         ),
-        (["--offload-everything"], "--offload-everything"),
+        ("--offload-everything", "--offload-everything"),
     ],
 )
 def test_refusals(capsys, flags, said):
-    assert said in refusal(capsys, *SMALL, *flags)
+    assert said in refusal(capsys, *SMALL, *flags.split())
 
 
 @pytest.mark.parametrize("text", ["12\nx\n", "", "0\n", "99999999999999999999\n"])
@@ -335,16 +321,8 @@ def test_lengths_that_are_none(capsys, tmp_path, text):
 
 
 def test_paths_and_packages_of_the_training_machine_do_not_matter(capsys):
-    flags = [
-        *SMALL,
-        "--save",
-        "/nowhere/at/all",
-        "--transformer-impl",
-        "transformer_engine",
-        "--vocab-size",
-        1000,
-    ]
-    assert plan(capsys, *flags)["vocab_size"] == 1000
+    elsewhere = "--save /nowhere/at/all --transformer-impl transformer_engine --vocab-size 1000"
+    assert plan(capsys, *SMALL, *elsewhere.split())["vocab_size"] == 1000
 
 
 def test_options_of_saving_need_no_save_here(capsys):
@@ -381,25 +359,10 @@ def test_offload_is_counted_and_offered_for_what_recomputation_keeps(capsys):
 
 def test_offload_that_would_move_nothing_is_said(capsys):
     """The plan reports, as a run does, that hidden states of 2,048 tokens are too small to offload."""
-    flags = [
-        *SMALL,
-        *shlex.split(
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        ),
-    ]
+    offload = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    offload += " --offload-layer-inputs --min-offloaded-tensor-size"
     for least, said in ((2048 * 256 + 1, True), (2048 * 256, False)):
-        assert (
-            main(
-                [
-                    "plan",
-                    *flags,
-                    "--offload-layer-inputs",
-                    "--min-offloaded-tensor-size",
-                    str(least),
-                ]
-            )
-            == 0
-        )
+        assert main(["plan", *SMALL, *offload.split(), str(least)]) == 0
         text = capsys.readouterr().out
         assert (
             f"Nothing would be offloaded: no selected tensor has {least:,} elements" in text

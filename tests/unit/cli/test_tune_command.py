@@ -4,6 +4,7 @@ expected cost.
 
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from megatron_packed.inputs.plan_packs import plan_training
 from support import commands
 from support.json_lines import write_texts
 
-MODEL = """--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8 --mamba-num-groups 1
-    --mamba-state-dim 8 --mamba-chunk-size 16 --disable-bias-linear --device cpu""".split()  # noqa: SIM905
+MODEL = shlex.split("""--hybrid-layer-pattern M* --hidden-size 16 --num-attention-heads 2 --mamba-head-dim 8
+    --mamba-num-groups 1 --mamba-state-dim 8 --mamba-chunk-size 16 --disable-bias-linear --device cpu""")
 ATTENTION = ["--hybrid-layer-pattern", "*", *MODEL[2:6], "--disable-bias-linear", "--device", "cpu"]
 UNUSED = [*MODEL, "--lr", "0", "--train-iters", "9"]
 
@@ -60,27 +61,14 @@ def published(path):
 
 
 def test_the_published_distribution(tmp_path, capsys):
-    found = tune(
-        capsys, "--documents-per-pack", published(tmp_path / "packs.csv"), "--capacities", 64, 106
-    )
+    flags = ["--documents-per-pack", published(tmp_path / "packs.csv"), "--capacities", 64, 106]
+    found = tune(capsys, *flags)
     [packs] = found["packers"]
     assert [packs[name] for name in ("p50", "p90", "p99", "max")] == [12, 43, 106, 358]
     assert packs["coverage"]["64"] == pytest.approx(0.96, abs=0.01)
     assert packs["coverage"]["106"] == pytest.approx(0.99, abs=0.002)
     assert found["recommended"]["capacities"][-1] == 358 and not found["measured"]
-    assert (
-        main(
-            [
-                "tune",
-                "--documents-per-pack",
-                str(tmp_path / "packs.csv"),
-                "--capacities",
-                "64",
-                "106",
-            ]
-        )
-        == 0
-    )
+    assert commands.exit_code("tune", *flags) == 0
     text = capsys.readouterr().out
     assert re.search(r"given +10,000 +12 +43 +106 +358\n", text) and re.search(
         r" 64 +96\.\d\d %\n", text
@@ -100,24 +88,15 @@ def test_recommended_flags_leave_no_pack_to_run_eagerly(tmp_path, capsys, method
     assert [packer["method"] for packer in found["packers"]] == (
         [method] if method else list(METHODS)
     )
-    config = parse([*UNUSED, "--data-path", str(data), *flags, *found["recommended"]["flags"]])
+    run = [*UNUSED, "--data-path", str(data), *flags]
+    config = parse([*run, *found["recommended"]["flags"]])
     documents = open_documents(config.data, ByteTokenizer(), validates=False, show=False)
     plan, capture_sizes, report = plan_training(config, documents.train)
     if (
         config.packing.packing_method == METHODS[0]
     ):  # a run without the recommended flags has the same packs
-        auto = parse(
-            [
-                *UNUSED,
-                "--data-path",
-                str(data),
-                *flags,
-                "--cuda-graph-impl",
-                "local",
-                "--cuda-graph-max-packed-seqs",
-                "auto",
-            ]
-        )
+        graphs = "--cuda-graph-impl local --cuda-graph-max-packed-seqs auto"
+        auto = parse([*run, *shlex.split(graphs)])
         assert plan_training(auto, documents.train)[1].capacities == capture_sizes.capacities
     others = config.packing.packing_method != "balanced"
     assert ("--max-documents-per-pack" in found["recommended"]["flags"]) == others
@@ -162,17 +141,8 @@ def test_a_histogram_says_the_same_as_its_lengths(tmp_path, lengths, capsys):
 
 
 def test_pictures_need_nothing_else(tmp_path, lengths, capsys):
-    tune(
-        capsys,
-        "--seq-length",
-        512,
-        "--lengths",
-        lengths,
-        "--plot",
-        tmp_path / "t.png",
-        "--html",
-        tmp_path / "t.html",
-    )
+    pictures = ["--plot", tmp_path / "t.png", "--html", tmp_path / "t.html"]
+    tune(capsys, "--seq-length", 512, "--lengths", lengths, *pictures)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "t.html").read_text()
     assert (
@@ -211,17 +181,10 @@ def test_prediction_from_exact_times(tmp_path, lengths, capsys):
         (60 / 8) / (10.5 + 0.32) / 60
     )
     flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
-    flags += ["--overlong-policy", "truncate"]
-    found = tune(
-        capsys,
-        *flags,
-        "--packing-method",
-        "sequential",
-        "--capacities",
-        30,
-        "--global-batch-size",
-        4,
+    flags += shlex.split(
+        "--overlong-policy truncate --packing-method sequential --capacities 30 --global-batch-size 4"
     )
+    found = tune(capsys, *flags)
     assert found["measured"] and found["update_ms"] == 3
     stream = Packs(long_tailed(3000))
     for capacity in (16, 30, 64):
@@ -235,16 +198,8 @@ def test_prediction_from_exact_times(tmp_path, lengths, capsys):
 
 def test_the_balanced_packer_is_priced_as_it_keeps_to_a_capacity(tmp_path, lengths, capsys):
     costs_of(lambda c: (10 + c / 8, 0.0), eager=99.0).save(tmp_path / "costs.json")
-    flags = [
-        "--seq-length",
-        512,
-        "--lengths",
-        lengths,
-        "--costs",
-        tmp_path / "costs.json",
-        "--capacities",
-        12,
-    ]
+    flags = ["--seq-length", 512, "--lengths", lengths, "--costs", tmp_path / "costs.json"]
+    flags += ["--capacities", 12]
     found = {
         method: tune(capsys, *flags, "--packing-method", method)
         for method in ("balanced", "sequential")
@@ -303,17 +258,8 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     monkeypatch.setattr(
         tune_command, "apply_environment", asked.append
     )  # the real function would change the environment of this process
-    flags = [
-        "--seq-length",
-        64,
-        "--lengths",
-        lengths,
-        "--vocab-size",
-        64,
-        "--packing-method",
-        "balanced",
-        *ATTENTION,
-    ]
+    words = shlex.split("--seq-length 64 --vocab-size 64 --packing-method balanced")
+    flags = ["--lengths", lengths, *words, *ATTENTION]
     table = tmp_path / "costs.json"
     measured = tune(capsys, *flags, "--measure", table)
     assert (
@@ -370,22 +316,19 @@ def test_files_that_hold_something_else(tmp_path, capsys, text, words):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (
-            ["--lengths", "F", "--seq-length", 64, "--measure", "t.json"],
-            "--measure needs the flags of the model",
-        ),
-        (["--lengths", "F", "--seq-length", 64, "--capacities", 65], "a pack holds at most 64"),
-        (["--lengths", "F", "--seq-length", 64, "--capacities", 0], "at least 1"),
-        (["--lengths", "F", "--seq-length", 64, "--costs", "nowhere.json"], "nowhere.json"),
-        (["--documents-per-pack", "F", "--seq-length", 64], "cannot be combined with --seq-length"),
-        (["--documents-per-pack", "F", "--costs", "t.json"], "needs the lengths of documents"),
-        (["--lengths", "F"], "--seq-length"),
-        (["--lengths", "nowhere", "--seq-length", 64], "nowhere"),
-        (["--data", "nowhere.jsonl", "--seq-length", 64], "nowhere.jsonl"),
+        ("--lengths F --seq-length 64 --measure t.json", "--measure needs the flags of the model"),
+        ("--lengths F --seq-length 64 --capacities 65", "a pack holds at most 64"),
+        ("--lengths F --seq-length 64 --capacities 0", "at least 1"),
+        ("--lengths F --seq-length 64 --costs nowhere.json", "nowhere.json"),
+        ("--documents-per-pack F --seq-length 64", "cannot be combined with --seq-length"),
+        ("--documents-per-pack F --costs t.json", "needs the lengths of documents"),
+        ("--lengths F", "--seq-length"),
+        ("--lengths nowhere --seq-length 64", "nowhere"),
+        ("--data nowhere.jsonl --seq-length 64", "nowhere.jsonl"),
     ],
 )
 def test_what_cannot_be_done_is_refused(lengths, capsys, argv, words):
-    code, problem = refusal(capsys, *(lengths if word == "F" else word for word in argv))
+    code, problem = refusal(capsys, *(lengths if word == "F" else word for word in argv.split()))
     assert code == 2 and words in problem
 
 

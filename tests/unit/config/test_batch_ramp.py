@@ -19,18 +19,22 @@ def sizes(ramp: BatchRamp, consumed: int, steps: int) -> list[tuple[int, int]]:
     return found
 
 
+NAMES = ("start", "increment", "samples", "full", "micro")
+
+
 @pytest.mark.parametrize("begin", [0, 3, 11])
 @pytest.mark.parametrize(
-    "ramp",
+    "sizes_of_ramp",
     [
-        BatchRamp(start=2, increment=2, samples=12, full=6, micro=1),
-        BatchRamp(start=4, increment=4, samples=100, full=32, micro=2),
-        BatchRamp(start=1, increment=7, samples=5, full=8, micro=1),
-        BatchRamp(start=1, increment=1, samples=3, full=20, micro=1),
-        BatchRamp(start=2, increment=2, samples=0, full=6, micro=1),
+        (2, 2, 12, 6, 1),
+        (4, 4, 100, 32, 2),
+        (1, 7, 5, 8, 1),
+        (1, 1, 3, 20, 1),
+        (2, 2, 0, 6, 1),
     ],
 )
-def test_stages_have_the_size_of_each_step(ramp: BatchRamp, begin: int) -> None:
+def test_stages_have_the_size_of_each_step(sizes_of_ramp: tuple[int, ...], begin: int) -> None:
+    ramp = BatchRamp(**dict(zip(NAMES, sizes_of_ramp, strict=True)))
     expected = sizes(ramp, 0, 60)
     assert expected[0][1] < expected[-1][1] or ramp.samples == 0
     pack = expected[begin][0]

@@ -1,8 +1,10 @@
-"""Test that the page 'Coming from Megatron-LM' agrees with the parser."""
+"""Tests that the pages 'Coming from ...' agree with the parser."""
 
 import re
 import runpy
 from pathlib import Path
+
+import pytest
 
 from megatron_packed.config.parser.precedence import gather
 
@@ -10,10 +12,11 @@ DOCS = Path(__file__).parents[3] / "docs"
 NAMES = (Path(__file__).parent / "megatron_flag_names.txt").read_text().split()
 
 
-def test_the_page_is_up_to_date() -> None:
-    script = runpy.run_path(str(DOCS / "coming_from_megatron.py"))
+@pytest.mark.parametrize("name", ["coming_from_megatron", "coming_from_trainers"])
+def test_the_page_is_up_to_date(name: str) -> None:
+    script = runpy.run_path(str(DOCS / f"{name}.py"))
     text = script["PAGE"].read_text()
-    assert script["filled"](text) == text, "run python docs/coming_from_megatron.py"
+    assert script["filled"](text) == text, f"run python docs/{name}.py"
 
 
 def test_what_the_page_refuses_is_refused_and_nothing_else() -> None:

@@ -1,8 +1,6 @@
 """Flags of Hugging Face trainers: each is refused with a cure that works in this project."""
 
 import re
-import runpy
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,6 @@ from megatron_packed.cli.main import COMMANDS
 from megatron_packed.config.parser.command_line import known_flags, spellings
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.trainer_flags import FLAG, TRAINER_FLAGS, trainer_cure
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_every_cure_names_flags_and_commands_that_exist() -> None:
@@ -87,10 +83,3 @@ def test_keys_of_a_file_have_the_same_answers(tmp_path) -> None:
         (f"{path}:3 load_in_4bit", "leave it out; `megatron-packed plan` estimates the memory"),
         (f"{path}:5 optim.learning_rate", "give --lr 1e-4"),
     ]
-
-
-def test_the_page_is_up_to_date() -> None:
-    """The page has the table of the parser."""
-    script = runpy.run_path(str(DOCS / "coming_from_trainers.py"))
-    text = script["PAGE"].read_text()
-    assert script["filled"](text) == text, "run python docs/coming_from_trainers.py"

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_packed.cuda_graphs.layer_graphs import LayerGraphs
 from megatron_packed.cuda_graphs.slots import same_memory
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES
 from support.foreign_chain import FIRST, ONE, SECOND, Beside, Chain, D, Foreign, hidden_states
 from support.tiny_graph_jobs import T, full_of, pack
 

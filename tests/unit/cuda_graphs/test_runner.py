@@ -170,14 +170,17 @@ def test_a_pack_beyond_the_largest_size_runs_eagerly_with_identical_results():
     assert "3 x eager: more than 5 documents" in "\n".join(counters.sentences())
 
 
-def test_strict_makes_a_fallback_an_error():
-    job = Job(
-        tiny_model("M*"),
-        graphs=True,
-        capture_sizes=CaptureSizes.from_capacities([2], T),
-        strict=True,
-    ).capture()
-    job.step(pack([30, 34], capture_sizes=CaptureSizes.from_capacities([2], T)))
+@pytest.fixture
+def strict_job():
+    """Return a captured job that may not run eagerly, and a micro-batch that it replays."""
+    sizes = CaptureSizes.from_capacities([2], T)
+    job = Job(tiny_model("M*"), graphs=True, capture_sizes=sizes, strict=True).capture()
+    return job, pack([30, 34], capture_sizes=sizes)
+
+
+def test_strict_makes_a_fallback_an_error(strict_job):
+    job, replayed = strict_job
+    job.step(replayed)
     with pytest.raises(
         GraphFallbackError, match=r"more than 2 documents.*--cuda-graph-max-packed-seqs"
     ):
@@ -241,14 +244,9 @@ def test_tables_that_can_never_be_captured_leave_everything_eager():
     assert job.runner.counters.fallbacks == {"no graphs": 1}
 
 
-def test_strict_makes_a_module_that_runs_eagerly_an_error():
-    job = Job(
-        tiny_model("M*"),
-        graphs=True,
-        capture_sizes=CaptureSizes.from_capacities([2], T),
-        strict=True,
-    ).capture()
-    job.runner.place(pack([30, 34], capture_sizes=CaptureSizes.from_capacities([2], T)))
+def test_strict_makes_a_module_that_runs_eagerly_an_error(strict_job):
+    job, replayed = strict_job
+    job.runner.place(replayed)
     with pytest.raises(GraphFallbackError, match=r"layers\.1: called with other arguments.*"):
         job.runner.modules[1](torch.randn(T, 32, requires_grad=True), "something else")
 

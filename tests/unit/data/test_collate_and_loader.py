@@ -31,6 +31,10 @@ def pieces_of(dataset, policy="split"):
     return pieces, dataset.count_targets(pieces.document, pieces.start, pieces.length)
 
 
+def loader_of(dataset, plan, rank=0, **options):
+    return Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, **options)
+
+
 def plan_of(dataset, dp_size=1, cls=PackPlan, packs_per_step=4, alignment=1, **options):
     packer = Packer(slots=SLOTS, method="balanced", window=64, alignment=alignment)
     return cls(
@@ -102,10 +106,7 @@ def test_an_empty_pack_is_all_tail(dataset):
 
 def test_a_step_has_the_targets_and_scales_that_the_plan_says(dataset):
     plan = plan_of(dataset, dp_size=2)
-    loaders = [
-        Loader(dataset, plan, dp_rank=rank, total_tokens=SLOTS, capture_sizes=ROOMY)
-        for rank in range(2)
-    ]
+    loaders = [loader_of(dataset, plan, rank=rank, capture_sizes=ROOMY) for rank in range(2)]
     for step in range(12):
         batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
         assert len(batches) == 4
@@ -134,8 +135,8 @@ def test_every_micro_batch_has_the_size_of_the_smallest_size_that_holds_it(datas
     )
     seen = set()
     with (
-        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as plain,
-        Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, capture_sizes=capture_sizes) as sized,
+        loader_of(dataset, plan) as plain,
+        loader_of(dataset, plan, capture_sizes=capture_sizes) as sized,
     ):
         for step in range(len(plan)):
             for exact, batch in zip(
@@ -199,11 +200,9 @@ def test_ranks_whose_graphs_share_collectives_get_the_same_size(dataset):
 def test_the_tail_is_a_row_that_a_size_must_hold(tmp_path):
     data = open_lines(tmp_path, [json.dumps({"text": "abc"})], sft=False)
     capture_sizes = CaptureSizes((CaptureSize(1, SLOTS // 2), CaptureSize(1, SLOTS)))
-    with Loader(
+    with loader_of(
         data,
         plan_of(data, packs_per_step=1),
-        dp_rank=0,
-        total_tokens=SLOTS,
         capture_sizes=capture_sizes,
     ) as loader:
         packed = loader.micro_batches(0)[0].packed
@@ -212,7 +211,7 @@ def test_the_tail_is_a_row_that_a_size_must_hold(tmp_path):
 
 def test_documents_of_an_aligned_plan_lie_at_its_multiples(dataset):
     plan = plan_of(dataset, cls=EvaluationPlan, alignment=8)
-    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY) as loader:
+    with loader_of(dataset, plan, capture_sizes=ROOMY) as loader:
         batches = [batch for step in range(len(plan)) for batch in loader.micro_batches(step)]
     assert not any((batch.packed.cu_seqlens % 8).any() for batch in batches)
     assert {batch.packed.total_tokens for batch in batches} == {SLOTS}
@@ -247,9 +246,7 @@ def packs_of(loaders, step):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset):
-    with Loader(
-        dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, capture_sizes=ROOMY, prefetch=0
-    ) as loader:
+    with loader_of(dataset, plan_of(dataset), capture_sizes=ROOMY, prefetch=0) as loader:
         return [packs_of([loader], step) for step in range(80)]  # 80 steps are more than two epochs
 
 
@@ -264,11 +261,10 @@ def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(
         plan = plan_of(dataset, dp_size)
         prefetch = int(random.integers(0, 6))
         loaders = [
-            Loader(
+            loader_of(
                 dataset,
                 plan,
-                dp_rank=rank,
-                total_tokens=SLOTS,
+                rank=rank,
                 capture_sizes=ROOMY,
                 prefetch=prefetch,
             )
@@ -285,7 +281,7 @@ def test_killed_anywhere_on_any_number_of_ranks_nothing_is_repeated_or_skipped(
 
 def test_every_document_comes_once_an_epoch(dataset):
     plan = plan_of(dataset, packs_per_step=1)
-    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS) as loader:
+    with loader_of(dataset, plan) as loader:
         for epoch in range(2):
             start = sum(len(plan.epoch(earlier)) for earlier in range(epoch))
             tokens = np.concatenate(
@@ -302,7 +298,7 @@ def test_every_document_comes_once_an_epoch(dataset):
 
 def test_a_step_is_the_same_however_it_is_reached(dataset):
     plan = plan_of(dataset)
-    with Loader(dataset, plan, dp_rank=0, total_tokens=SLOTS, prefetch=5) as loader:
+    with loader_of(dataset, plan, prefetch=5) as loader:
         forward = {step: packs_of([loader], step) for step in range(10)}
         for step in (7, 7, 2, 9, 0, 1, 2, 30, 3):
             expected = forward.get(step) or packs_of([loader], step)
@@ -313,7 +309,7 @@ def test_a_step_is_the_same_however_it_is_reached(dataset):
 
 def test_a_finite_plan_is_gone_through_again_and_again(dataset):
     plan = plan_of(dataset, dp_size=2, cls=EvaluationPlan)
-    with Loader(dataset, plan, dp_rank=1, total_tokens=SLOTS, prefetch=3) as loader:
+    with loader_of(dataset, plan, rank=1, prefetch=3) as loader:
         rounds = [[packs_of([loader], step) for step in range(len(plan))] for _ in range(2)]
         assert rounds[0] == rounds[1] and len(rounds[0]) == plan.num_steps > 3
         with pytest.raises(ValueError, match="steps 0 to"):
@@ -333,7 +329,7 @@ def test_micro_batches_are_prepared_ahead_up_to_the_depth_and_not_twice(dataset,
         return prepare(self, step, number)
 
     monkeypatch.setattr(Loader, "_prepare", counted)
-    with Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=6) as loader:
+    with loader_of(dataset, plan_of(dataset), prefetch=6) as loader:
         loader.micro_batches(0)
         loader._pool.submit(
             lambda: None
@@ -351,7 +347,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
     )
     path, plan = data.directory / "tokens.bin", plan_of(data)
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with Loader(TokenizedDataset(data.directory), plan, dp_rank=0, total_tokens=SLOTS) as loader:
+    with loader_of(TokenizedDataset(data.directory), plan) as loader:
         for _ in range(2):  # a second request raises the error again
             with pytest.raises(DataError, match=r"tokens\.bin"):
                 loader.micro_batches(0)
@@ -359,7 +355,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(tmp_path):
 
 def test_close_ends_the_thread(dataset):
     before = threading.active_count()
-    loader = Loader(dataset, plan_of(dataset), dp_rank=0, total_tokens=SLOTS, prefetch=4)
+    loader = loader_of(dataset, plan_of(dataset), prefetch=4)
     loader.micro_batches(0)
     assert threading.active_count() == before + 1
     loader.close()
@@ -370,10 +366,10 @@ def test_close_ends_the_thread(dataset):
 def test_a_plan_of_other_documents_is_refused(dataset, tmp_path):
     plan = plan_of(dataset)
     with pytest.raises(ValueError, match="dp_rank"):
-        Loader(dataset, plan, dp_rank=1, total_tokens=SLOTS)
+        loader_of(dataset, plan, rank=1)
     fewer = open_lines(tmp_path, [json.dumps({"text": "x"})], sft=False)
     with pytest.raises(ValueError, match="document 299"):
-        Loader(fewer, plan, dp_rank=0, total_tokens=SLOTS)
+        loader_of(fewer, plan)
     shorter = open_lines(tmp_path, [json.dumps({"text": "x"})] * 300, sft=False)
     with pytest.raises(ValueError, match="longer than their documents"):
-        Loader(shorter, plan, dp_rank=0, total_tokens=SLOTS)
+        loader_of(shorter, plan)

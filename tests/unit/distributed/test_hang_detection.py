@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -42,6 +43,15 @@ class Hangs:
         self.heard.set()
 
 
+@contextmanager
+def sees_no_hang(progress: Callable[[], object]) -> Iterator[HangDetector]:
+    """Yield a hang detector, and check at the end that it has reported nothing."""
+    hangs = Hangs()
+    with HangDetector(PATIENCE, hangs, progress) as hang_detector:
+        yield hang_detector
+    assert not hangs.errors
+
+
 @pytest.mark.parametrize(
     "asks", [True, False], ids=["the host asks for it", "the host sits in the driver"]
 )
@@ -63,15 +73,14 @@ def test_a_device_that_makes_no_progress(asks: bool, done: int) -> None:
 
 
 def test_a_host_that_waits_for_a_busy_device() -> None:
-    hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(16))
-    with HangDetector(PATIENCE, hangs, lambda: Step(next(delay))) as hang_detector:
+    delay = iter(PATIENCE / 4 * number for number in range(16))
+    with sees_no_hang(lambda: Step(next(delay))) as hang_detector:
         for _ in range(16):
             hang_detector.beat()
         begun = time.monotonic()
         while time.monotonic() < begun + 3 * PATIENCE:
             hang_detector.waits()
             time.sleep(PATIENCE / 20)
-    assert not hangs.errors
 
 
 def test_a_host_that_works() -> None:
@@ -85,22 +94,18 @@ def test_a_host_that_works() -> None:
         if number:
             sort(number - 1)
 
-    hangs = Hangs()
-    with HangDetector(PATIENCE, hangs, Step) as hang_detector:
+    with sees_no_hang(Step) as hang_detector:
         hang_detector.beat()
         hang_detector.waits()
         sort(150)
-    assert not hangs.errors
 
 
 def test_a_host_that_queues_work_long_before_the_device_runs_it() -> None:
-    hangs = Hangs()
-    with HangDetector(PATIENCE, hangs, lambda: Step(float("inf"))) as hang_detector:
+    with sees_no_hang(lambda: Step(float("inf"))) as hang_detector:
         begun = time.monotonic()
         while time.monotonic() < begun + 3 * PATIENCE:
             hang_detector.beat()
             time.sleep(PATIENCE / 20)
-    assert not hangs.errors
 
 
 def test_a_host_that_takes_its_time() -> None:
@@ -146,12 +151,10 @@ def test_a_host_that_waits_for_hosts_again_and_again(
 
 
 def test_rests_within_rests() -> None:
-    hangs = Hangs()
-    with HangDetector(PATIENCE, hangs, Step) as hang_detector, hang_detector.resting():
+    with sees_no_hang(Step) as hang_detector, hang_detector.resting():
         with hang_detector.resting():
             pass
         time.sleep(2 * PATIENCE)
-    assert not hangs.errors
 
 
 def test_what_has_come_is_not_kept_where_the_host_never_waits() -> None:
@@ -162,14 +165,13 @@ def test_what_has_come_is_not_kept_where_the_host_never_waits() -> None:
 
 
 def test_a_long_queue_is_waited_for_with_signs_of_life() -> None:
-    hangs, delay = Hangs(), iter(PATIENCE / 4 * number for number in range(1, 9))
-    with HangDetector(PATIENCE, hangs, lambda: Step(next(delay))) as hang_detector:
+    delay = iter(PATIENCE / 4 * number for number in range(1, 9))
+    with sees_no_hang(lambda: Step(next(delay))) as hang_detector:
         for _ in range(8):
             hang_detector.beat()
         begun = time.monotonic()
         hang_detector.wait()
         assert time.monotonic() - begun > 1.5 * PATIENCE
-    assert not hangs.errors
 
 
 def test_no_hang_is_reported_after_the_detector_is_closed() -> None:

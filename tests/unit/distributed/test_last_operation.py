@@ -14,7 +14,7 @@ from megatron_packed.distributed.last_operation import (
 )
 from megatron_packed.distributed.symmetric_exchange import SymmetricExchange
 from megatron_packed.distributed.symmetric_memory import SymmetricMemory
-from megatron_packed.packed.cu_seqlens import aligned
+from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned
 
 
 class Group:
@@ -38,7 +38,7 @@ def test_an_error_in_a_collective_names_it_and_its_caller(monkeypatch):
 def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
     with pytest.raises(TypeError) as raised:
         aligned(None, 2)
-    assert last_operation_of_error(raised.value) == "packed/cu_seqlens.py: as_lengths"
+    assert last_operation_of_error(raised.value) == "packed/cu_seqlens_and_seq_idx.py: as_lengths"
 
 
 def test_an_error_in_a_fused_product_names_its_collective(monkeypatch):

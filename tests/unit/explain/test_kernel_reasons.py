@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.config.run import RunConfig
 from megatron_packed.explain import kernel_reasons, run_description
+from megatron_packed.explain.capabilities import kernel_row
 from megatron_packed.explain.kernel_reasons import (
     LABELS,
     MEASURED,
@@ -22,7 +24,6 @@ from megatron_packed.explain.kernel_reasons import (
     chosen_kernels,
     kernel_block,
     kernel_names,
-    label_of,
     slow_kernel_warnings,
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
@@ -62,7 +63,7 @@ def test_what_is_named_is_what_runs(monkeypatch, pattern, flags):
     chosen = {kernel.op.name: {kernel.name} for kernel in chosen_kernels(config, CPU)}
     assert called == chosen
     names = kernel_names(config, chosen_kernels(config, CPU))
-    assert set(names) == {label_of(kernel.op) for kernel in chosen_kernels(config, CPU)}
+    assert set(names) == {kernel.label for kernel in chosen_kernels(config, CPU)}
 
 
 def test_calls_on_the_meta_device_are_not_noted(monkeypatch):
@@ -245,6 +246,7 @@ def test_norms_and_context_parallelism_are_named():
     assert kernel_names(config, []) == {"norm": "transformer_engine"}
 
 
+is_plain = attrgetter("is_plain")
 OUR_SCAN = "megatron_packed.ops.ssd.triton_kernels"
 
 
@@ -299,6 +301,9 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     )
     # No warnings on a CPU, where the references are the intended kernels.
     assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
+    # --explain gives the same advice.
+    for kernel, warning in zip(filter(is_plain, chosen_kernels(config, GPU)), (attention, scan)):
+        assert warning.endswith(f"; {kernel_row(kernel, GPU).fix}.")
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):

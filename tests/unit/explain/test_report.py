@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.data.tokenizers.base import ByteTokenizer
@@ -18,10 +18,10 @@ from megatron_packed.explain import kernel_reasons
 from megatron_packed.explain.capabilities import (
     capabilities,
     graph_capabilities,
-    kernel,
+    kernel_row,
     parallel_capabilities,
 )
-from megatron_packed.explain.kernel_reasons import chosen_kernels
+from megatron_packed.explain.kernel_reasons import Kernel, chosen_kernels
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.explain.report import PlannedRun
 from megatron_packed.inputs.known_data import known_data
@@ -125,10 +125,10 @@ def by_transformer_engine(**changes):
 
 
 def test_layers_are_local_or_refused_where_transformer_engine_cannot_run():
-    assert rows()["layers"].state == "on" and rows()["layers"].reason.startswith("local: ")
+    assert rows()["layers"].state == "on" and rows()["layers"].detail.startswith("local: ")
     found = {row.name: row for row in capabilities(by_transformer_engine(), CPU)}
-    assert found["layers"].state == "off" and "GPUs only" in found["layers"].reason
-    assert found["layers"].advice == "give local, which computes the same on a CPU"
+    assert found["layers"].state == "off" and "GPUs only" in found["layers"].detail
+    assert found["layers"].fix == "give local, which computes the same on a CPU"
     assert found["kernel varlen_attention"].state == "off" and "kernel rms_norm" not in found
 
 
@@ -194,18 +194,18 @@ def test_context_parallelism_says_how_and_where_documents_lie():
 
     assert rows()["context parallelism"].state == "off"
     reason = "the tokens of each pack are split over 2 ranks, by a2a"
-    assert said()["context parallelism"].reason == reason
+    assert said()["context parallelism"].detail == reason
     ring = said("--cp-comm-type", "p2p")
-    assert ring["context parallelism"].reason.endswith(
+    assert ring["context parallelism"].detail.endswith(
         "by p2p; documents start at multiples of 4 tokens"
     )
-    passed = said("--mamba-cp-comm-type", "state")["context parallelism"].reason
+    passed = said("--mamba-cp-comm-type", "state")["context parallelism"].detail
     assert passed == f"{reason}; Mamba layers pass states"
     moved = said("--cp-comm-type", "p2p", "--mamba-cp-comm-type", "state")
-    assert moved["context parallelism"].reason.endswith(
+    assert moved["context parallelism"].detail.endswith(
         "pass states, and all-to-alls reorder the rows of attention"
     )
-    parts = said("--cp-comm-overlap-parts", "2")["context parallelism"].reason
+    parts = said("--cp-comm-overlap-parts", "2")["context parallelism"].detail
     assert parts == f"{reason}; parts in which heads travel: 2 for each * layer, 1 for each M layer"
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]
@@ -221,7 +221,7 @@ def test_replicas_are_those_of_the_processes_that_there_are():
         config = parse([*FLAGS, *flags], world_size)
         found = {row.name.strip(): row for row in capabilities(config, CPU, world_size)}
         optimizer = found["distributed optimizer"]
-        return found["data parallelism"][1:3], (optimizer.state, optimizer.reason, optimizer.advice)
+        return found["data parallelism"][1:3], (optimizer.state, optimizer.detail, optimizer.fix)
 
     tensor = ("--tensor-model-parallel-size", "2")
     none = ("off", "no two ranks hold the same weights", "")
@@ -240,7 +240,7 @@ def test_replicas_are_those_of_the_processes_that_there_are():
     assert replicas[1].endswith("by all-reduce, and loads of experts once in each micro-batch")
     assert "loads" not in said(2, *tensor, *loads)[0][1]
     latent = parse([*FLAGS, "--expert-model-parallel-size", "2", "--moe-latent-size", "24"], 2)
-    found = {row.name.strip(): row.reason for row in capabilities(latent, CPU, 2)}
+    found = {row.name.strip(): row.detail for row in capabilities(latent, CPU, 2)}
     assert found["expert parallelism"].endswith(" by allgather, in rows of 24 channels")
     # With expert tensor parallelism of 1, two ranks hold the same experts.
     replicas, optimizer = said(2, *tensor, "--expert-tensor-parallel-size", "1")
@@ -251,7 +251,7 @@ def test_replicas_are_those_of_the_processes_that_there_are():
 
 
 def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
-    assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].reason) == (
+    assert (rows()["CUDA graphs"].state, rows()["CUDA graphs"].detail) == (
         "off",
         "--cuda-graph-impl none",
     )
@@ -265,25 +265,25 @@ def test_graphs_are_on_off_or_partial_with_the_next_best_setting():
         "16",
         "64",
     )
-    assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].reason
-    assert found["mlp"].state == "off" and found["mlp"].advice == "add mlp to --cuda-graph-modules"
-    assert found["capacities"].reason == "16 64 documents; a pack with more runs eagerly"
+    assert found["CUDA graphs"].state == "partial" and "need a GPU" in found["CUDA graphs"].detail
+    assert found["mlp"].state == "off" and found["mlp"].fix == "add mlp to --cuda-graph-modules"
+    assert found["capacities"].detail == "16 64 documents; a pack with more runs eagerly"
     strict = rows(
         "--cuda-graph-impl", "local", "--cuda-graph-strict", "--cuda-graph-max-packed-seqs", "16"
     )
-    assert strict["CUDA graphs"].reason.endswith(
+    assert strict["CUDA graphs"].detail.endswith(
         "the results are the same. Because of --cuda-graph-strict the run ends."
     )
-    assert strict["capacities"].reason == "16 documents; a pack with more ends the run"
+    assert strict["capacities"].detail == "16 documents; a pack with more ends the run"
     on_gpu = {row.name.strip(): row for row in _graph_rows_of_a_gpu()}
-    assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].reason == "1 captured"
+    assert on_gpu["CUDA graphs"].state == "on" and on_gpu["moe"].detail == "1 captured"
 
 
 def test_whole_steps_have_no_modules_to_choose_from():
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("full_iteration")}
     assert found["CUDA graphs"].state == "on"
     what = "full_iteration: whole micro-batches, and the optimizer update"
-    assert found["CUDA graphs"].reason == what
+    assert found["CUDA graphs"].detail == what
     assert not {"attn", "mamba", "mlp", "moe"} & found.keys() and "capacities" in found
 
 
@@ -292,14 +292,14 @@ def test_routers_alone_leave_experts_eager():
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu(modules=("attn", "moe_router"))}
     assert (
         found["moe_router"].state == "on"
-        and found["mamba"].advice == "add mamba to --cuda-graph-modules"
+        and found["mamba"].fix == "add mamba to --cuda-graph-modules"
     )
-    assert found["moe"].state == "off" and found["moe"].advice == (
+    assert found["moe"].state == "off" and found["moe"].fix == (
         "give moe instead of moe_router in --cuda-graph-modules"
     )
     assert (
         found["the rest"].state == "off"
-        and found["the rest"].advice == "--cuda-graph-impl full_iteration"
+        and found["the rest"].fix == "--cuda-graph-impl full_iteration"
     )
 
 
@@ -315,7 +315,7 @@ def test_experts_that_ask_for_rows_get_advice_about_bounds():
     for more, advice in bounds.items():
         config = parse([*FLAGS, *flags.split(), *more.split()], world_size=2)
         found = {row.name: row for row in parallel_capabilities(config, 2)}
-        assert found["expert parallelism"].advice == advice, more
+        assert found["expert parallelism"].fix == advice, more
 
 
 def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
@@ -340,7 +340,7 @@ def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
         given = [*FLAGS, "--moe-shared-expert-intermediate-size", "32", *more.split()]
         rows = parallel_capabilities(parse(given, 2), 2, device)
         row = next(row for row in rows if row.name == "shared-expert overlap")
-        assert row.state == state and row.reason.startswith(reason), more
+        assert row.state == state and row.detail.startswith(reason), more
 
 
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
@@ -348,13 +348,13 @@ def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     (row,) = _graph_rows_of_a_gpu("transformer_engine")
     assert (
         row.state == "off"
-        and "TransformerEngine does not import" in row.reason
-        and "or use local" in row.advice
+        and "TransformerEngine does not import" in row.detail
+        and "or use local" in row.fix
     )
     monkeypatch.setattr(rows_module, "maker", lambda: None)
     found = {row.name.strip(): row for row in _graph_rows_of_a_gpu("transformer_engine")}
     how = "of each module, by TransformerEngine's make_graphed_callables"
-    assert found["CUDA graphs"].reason.endswith(how)
+    assert found["CUDA graphs"].detail.endswith(how)
     assert found["mamba"].state == "on"
 
 
@@ -399,12 +399,12 @@ def test_graphs_of_ranks_whose_rows_lie_in_a_zigzag(comm):
 )
 def test_recomputation(flags, state, reason):
     row = rows(*(("--recompute-granularity", *flags) if flags else ()))["recomputation"]
-    assert row.state == state and row.reason.startswith(reason)
+    assert row.state == state and row.detail.startswith(reason)
 
 
 def test_offload():
     row = rows()["offload"]
-    assert row.state == "off" and "--fine-grained" in row.advice
+    assert row.state == "off" and "--fine-grained" in row.fix
     whole = (
         "--recompute-granularity",
         "full",
@@ -413,7 +413,7 @@ def test_offload():
         "--recompute-num-layers",
         "3",
     )
-    assert "--offload-layer-inputs" in rows(*whole)["offload"].advice
+    assert "--offload-layer-inputs" in rows(*whole)["offload"].fix
     row = rows(
         *whole,
         "--offload-layer-inputs",
@@ -423,7 +423,7 @@ def test_offload():
         "mlp_norm",
     )["offload"]
     assert row.state == "partial"
-    assert row.reason.startswith(
+    assert row.detail.startswith(
         "the inputs of 3 layers, moe_act of 1 layer, mlp_norm of 1 layer: without a GPU"
     )
 
@@ -467,8 +467,8 @@ def test_an_attention_kernel_that_pays_for_room_says_so(monkeypatch, chosen, cap
     assert len(found) == said
     if said:
         assert (
-            f"all {capacity} documents of the capacity" in found[0].reason
-            and "--attention-backend flex" in found[0].advice
+            f"all {capacity} documents of the capacity" in found[0].detail
+            and "--attention-backend flex" in found[0].fix
         )
 
 
@@ -477,16 +477,22 @@ def test_a_kernel_that_is_passed_over_says_why(monkeypatch):
     monkeypatch.setattr(Backend, "reasons", lambda self, inputs: reasons[self.name])
     op = Op("thing", tuple(Backend(name, "math") for name in reasons))
     gpu = torch.device("cuda")
-    found = kernel(op, 1, "auto", gpu)
+    found = kernel_row(chosen(op, 1), gpu)
     assert (
         found.state == "partial"
-        and found.reason == "good; faster backends cannot be used: quick: a.b does not import: no a"
+        and found.detail == "good; faster backends cannot be used: quick: a.b does not import: no a"
     )
-    assert found.advice == "install the extra 'gpu'"
-    assert kernel(op, 2, "slow", gpu).reason == "slow, as requested"
-    assert kernel(op, 3, "quick", gpu).state == "off"
+    assert found.fix == "megatron-packed doctor finds the cause"
+    assert kernel_row(chosen(op, 2, "slow"), gpu).detail == "slow, as requested"
+    problem = Problem("--thing-backend", "quick", "cannot be used for thing: no a", "leave it out")
+    off = kernel_row(Kernel(op, 3, "quick", problem=problem), gpu)
+    assert (off.state, off.detail, off.fix) == ("off", problem.rule, "leave it out")
     reasons["quick"] = []
-    assert kernel(op, 4, "auto", gpu).state == "on"
+    assert kernel_row(chosen(op, 4), gpu).state == "on"
+
+
+def chosen(op, inputs, backend="auto"):
+    return Kernel(op, inputs, op.select(inputs, backend).name, backend=backend)
 
 
 def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatch):
@@ -497,23 +503,24 @@ def test_a_plain_reference_on_a_gpu_is_partial_and_says_what_it_costs(monkeypatc
         op.name: (op, inputs) for op, _, inputs in op_requests(parse(FLAGS, world_size=1), CPU)
     }
     for asked in ("auto", "reference"):
-        found = kernel(*inputs["ssd"], asked, torch.device("cuda"))
+        kernel = chosen(*inputs["ssd"], asked)
+        found = kernel_row(kernel, torch.device("cuda"))
         assert (
             found.state == "partial"
-            and "13 times as long as triton (measured on an H200)" in found.reason
+            and "13 times as long as triton (measured on an H200)" in found.detail
         )
-        assert "times as long" not in kernel(*inputs["ssd"], asked, CPU).reason
+        assert "times as long" not in kernel_row(kernel, CPU).detail
 
 
 def test_the_export_of_the_model_is_known_before_the_training():
     """The report names the family of the export, or the options that the nearest family lacks."""
     assert rows()["export to transformers"].state == "off"  # rotary positions, and softmax routing
-    reason = rows("--moe-router-score-function", "sigmoid")["export to transformers"].reason
+    reason = rows("--moe-router-score-function", "sigmoid")["export to transformers"].detail
     assert reason.startswith("the nearest family, nemotron_h, cannot express ")
     assert "--position-embedding-type rope (the family has" in reason
     more = "--moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 8"
     fits = rows(*more.split(), "--position-embedding-type", "none")["export to transformers"]
-    assert fits.state == "on" and fits.reason.startswith("as a nemotron_h model")
+    assert fits.state == "on" and fits.detail.startswith("as a nemotron_h model")
 
 
 def data_of(folder):
@@ -615,11 +622,11 @@ def test_a_run_that_would_be_refused(flags, reason, tmp_path):
 def test_depths_of_multi_token_prediction_are_named():
     assert "multi-token prediction" not in rows()
     depths = ("--hybrid-layer-pattern", "M*-E/*E/*E", "--mtp-loss-scaling-factor", "0.3")
-    said = rows(*depths)["multi-token prediction"].reason
+    said = rows(*depths)["multi-token prediction"].detail
     assert said.startswith("2 depths of *E with their own weights; their mean loss counts 0.3; ")
-    said = rows(*depths, "--mtp-use-repeated-layer")["multi-token prediction"].reason
+    said = rows(*depths, "--mtp-use-repeated-layer")["multi-token prediction"].detail
     assert "with the same weights" in said
-    said = rows("--hybrid-layer-pattern", "M*-E/-")["multi-token prediction"].reason
+    said = rows("--hybrid-layer-pattern", "M*-E/-")["multi-token prediction"].detail
     assert said.startswith("one depth of -; its loss counts 0.1; ")
 
 

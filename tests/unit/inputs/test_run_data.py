@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.data.errors import DataError
@@ -18,7 +17,7 @@ from megatron_packed.inputs import run_data as run_data
 from megatron_packed.inputs.plan_packs import plan_evaluation, plan_training
 from megatron_packed.inputs.run_data import build_data, check_alike
 from megatron_packed.packed.capture_sizes import choose_capacities
-from megatron_packed.resume.phases_and_stored_packs import Resumed
+from megatron_packed.resume.compared_runs import Resumed
 from support.json_lines import write_texts
 from support.run_configs import SEED, SLOTS, run_config
 
@@ -141,6 +140,16 @@ def test_a_limit_within_the_capacities_leaves_the_plan_of_a_run_without_graphs()
     assert plan.hash == without.hash
 
 
+def metadata_of(plan: PackPlan) -> dict:
+    """Return metadata of a checkpoint after eight packs of a plan."""
+    return {
+        "room": plan.room,
+        "plan_hash": plan.hash,
+        "progress": {"iteration": 2, "consumed_packs": 8},
+        "config": {"packing": {"global_batch_size": plan.packs_per_step, "micro_batch_size": 1}},
+    }
+
+
 def resuming(
     graphs: dict,
     plan: PackPlan,
@@ -156,32 +165,26 @@ def resuming(
     config = run_config(graphs, **packing)
     steps = int(len(plan.epoch(0)) * epochs) // plan.packs_per_step
     config = replace(config, training=replace(config.training, train_iters=steps))
-    checkpoint = Resumed(
-        room=plan.room,
-        plan_hash=plan.hash,
-        packs_per_step=plan.packs_per_step,
-        progress=RunProgress(iteration=2, consumed_packs=8),
-        begins=begins,
-    )
+    checkpoint = Resumed(metadata_of(plan), "two" if begins else None)
     return plan_training(config, train, resumed=checkpoint)
 
 
-@pytest.mark.parametrize("capacities", [(), (3, max(COUNTS)), (64,)])
-def test_graphs_that_are_switched_on_change_no_pack(capacities: tuple[int, ...]) -> None:
-    """A run of three epochs resumes with graphs; a later epoch has the pack with most documents."""
+@pytest.mark.parametrize(
+    ("capacities", "batches"), [((), 1), ((3, max(COUNTS)), 1), ((64,), 1), ((), 2)]
+)
+def test_graphs_that_are_switched_on_change_no_pack(
+    capacities: tuple[int, ...], batches: int
+) -> None:
+    """A run of three epochs resumes with graphs; a later epoch has the pack with most documents.
+
+    After a change of the batch the hash of the plan names the new batch, and the packs stay.
+    """
     graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": capacities}
-    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3)
-    assert plan.hash == PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
+    size = batches * PLAIN.packs_per_step
+    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=size)
+    assert (plan.hash == PLAIN.hash) == (batches == 1) and packs_of(plan) == packs_of(PLAIN)
     assert capture_sizes.largest >= max(COUNTS)
     assert capture_sizes.capacities == capacities or not capacities
-
-
-def test_capacities_cover_the_packs_to_come_after_a_change_of_the_batch() -> None:
-    """The packs are those of the checkpoint, though the hash of the plan names another batch."""
-    graphs = {"cuda_graph_impl": "local", "cuda_graph_max_packed_seqs": ()}
-    plan, capture_sizes, _ = resuming(graphs, PLAIN, 3, global_batch_size=2 * PLAIN.packs_per_step)
-    assert plan.hash != PLAIN.hash and packs_of(plan) == packs_of(PLAIN)
-    assert capture_sizes.largest >= max(COUNTS)
 
 
 def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps_them() -> None:
@@ -194,12 +197,7 @@ def test_capacities_that_would_change_packs_are_refused_with_the_flag_that_keeps
     plan, capture_sizes, _ = resuming(graphs, PLAIN, 1)
     assert plan.hash == PLAIN.hash and capture_sizes.largest == COUNTS[0]
     other = run_config(graphs, seq_length=SLOTS // 2)
-    checkpoint = Resumed(
-        room=None,
-        plan_hash=PLAIN.hash,
-        packs_per_step=4,
-        progress=RunProgress(iteration=2, consumed_packs=8),
-    )
+    checkpoint = Resumed(metadata_of(PLAIN))
     # No error here: the load refuses this checkpoint later, because --seq-length has changed.
     plan_training(other, TRAIN, resumed=checkpoint)
 
@@ -245,11 +243,11 @@ def test_the_room_of_checkpoints_that_do_not_name_it(options: dict, room: int | 
         "progress": {"iteration": 3},
         "plan_hash": "a",
     }
-    assert Resumed.from_metadata(metadata).room == room
-    assert Resumed.from_metadata(metadata).progress.consumed_packs == 12
-    assert Resumed.from_metadata({**metadata, "room": 5}).room == 5
+    assert Resumed(metadata).room == room
+    assert Resumed(metadata).progress.consumed_packs == 12
+    assert Resumed({**metadata, "room": 5}).room == 5
     packing["packing_method"] = "sequential"
-    assert Resumed.from_metadata(metadata).room is None
+    assert Resumed(metadata).room is None
 
 
 def test_without_graphs_nothing_changes() -> None:

@@ -4,10 +4,9 @@ import torch
 
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Attention, Rotary
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import SharedTables
+from megatron_packed.packed.params import PackedSeqParams, SharedTables
 from support.hybrid_cases import CPU_BUILD
-from support.random_tensors import normal
+from support.random_tensors import filled, normal
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -27,12 +26,7 @@ def build(**changes):
         rotary = Rotary(
             max_positions=32, rotary_dim=config.rotary_dim, base=config.rotary_base, device="cpu"
         )
-    layer = Attention(config, CPU_BUILD, rotary=rotary)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(generator=generator)
-    return layer
+    return filled(Attention(config, CPU_BUILD, rotary=rotary))
 
 
 def test_rows_go_group_by_group_queries_then_key_then_value():

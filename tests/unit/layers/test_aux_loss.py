@@ -7,19 +7,20 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.aux_loss import (
     auxiliary_loss,
     balance_probabilities,
-    chosen_experts,
+    has_auxiliary_loss,
     load_balance_loss,
     unbiased_experts,
     z_loss,
 )
-from megatron_packed.packed.shared_tables import Samples
+from megatron_packed.layers.moe.router import chosen_experts
+from megatron_packed.packed.params import Samples
+from support.hybrid_cases import LOGITS
 
 
 def unbiased_counts(logits_TE, valid_T, topk):
     return unbiased_experts(logits_TE, valid_T, topk).sum(dim=0)
 
 
-LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
 VALID = torch.tensor([True, True, False])
 
 
@@ -74,6 +75,27 @@ def test_losses_of_an_empty_pack_are_zero_with_zero_gradient():
     loss = loss + z_loss(logits, empty, one, coeff=1.0)
     loss.backward()
     assert loss == 0 and logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "has_term"),
+    [
+        ({}, False),
+        ({"moe_z_loss_coeff": 0.1}, True),
+        ({"moe_aux_loss_coeff": 0.1}, True),
+        ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"}, True),
+        ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"}, False),
+        ({"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "global_aux_loss"}, False),
+    ],
+)
+def test_a_model_has_an_auxiliary_loss_if_the_loss_has_a_gradient(options, has_term):
+    config = ModelConfig(
+        hybrid_layer_pattern="E", hidden_size=8, num_experts=4, add_bias_linear=False, **options
+    )
+    logits = LOGITS.clone().requires_grad_()
+    chosen = unbiased_experts(LOGITS, VALID, config.moe_router_topk)
+    loss = auxiliary_loss(config, logits, chosen, VALID, torch.tensor(2.0))
+    assert has_auxiliary_loss(config) == loss.requires_grad == has_term
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, e
 from megatron_packed.layers.moe.layer import MoE
 from megatron_packed.packed.params import PackedSeqParams
 from support.hybrid_cases import CPU_BUILD
+from support.random_tensors import filled
 
 T, K, E = 13, 2, 4
 
@@ -90,10 +91,8 @@ def test_a_layer_drops_assignments_beyond_the_capacity_and_counts_those_requeste
         moe_expert_capacity_factor=1.0,
         moe_token_drop_policy=policy,
     )
-    moe = MoE(config, CPU_BUILD)
+    moe = filled(MoE(config, CPU_BUILD))
     with torch.no_grad():
-        for parameter in moe.parameters():
-            parameter.normal_(generator=torch.Generator().manual_seed(0))
         moe.router.weight.zero_()
         moe.router.weight[2] = torch.linspace(1, 0.1, 8)
     x = torch.rand(

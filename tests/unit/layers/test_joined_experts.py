@@ -12,15 +12,13 @@ from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.moe.experts import GroupedExperts
+from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.layers.moe.parallel import ExpertParallel
-from megatron_packed.models.estimate.step_memory import Work
-from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.ops.activation import api as activation
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api
-from support.hybrid_cases import VOCAB, tiny_config
-from support.kernel_calls import config_of
+from support.hybrid_cases import tiny_config
+from support.kernel_calls import bf16_run
 from support.quack_stand_in import (
     OLDER,
     OTHER_GPU,
@@ -34,8 +32,8 @@ from support.quack_stand_in import (
     other_machine,
     saved_shapes,
 )
-from support.random_tensors import normal
-from support.traced_units import saved_bytes, units_of
+from support.random_tensors import filled, normal
+from support.traced_units import first_unit, saved_bytes
 
 PACKAGE = "megatron_packed.ops.grouped_mlp."
 E, R, D, F = 4, 90, 16, 24
@@ -69,11 +67,7 @@ def experts(backend="auto", kind="squared_relu", dtype=BF16):
         ep=ExpertParallel(),
         build=Build(backends=Backends(grouped_mlp=backend), device="cpu", dtype=dtype),
     )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator).bfloat16())
-    return layer
+    return filled(layer, seed=1, precision=BF16)
 
 
 def values(offsets=None, rows=R):
@@ -245,9 +239,7 @@ def recomputed(*modules):
     ],
 )
 def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
-    config = config_of("E", bf16=True, device="auto")
-    config = replace(config, memory=replace(config.memory, **memory))
-    (inputs,) = listed(config, api.OP, "cuda")
+    (inputs,) = listed(bf16_run("E", memory=memory), api.OP, "cuda")
     reasons = joined.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("quack" if reason else "quack_joined")
@@ -266,32 +258,30 @@ def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
     ],
 )
 def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
-    config = config_of("*E", bf16=True, device="auto")
-    config = replace(config, memory=replace(config.memory, **memory))
+    config = bf16_run("*E", memory=memory)
     device, warnings = torch.device(device), []
     run_description.name_kernels(config, device, 2, detail=lambda text: None, warn=warnings.append)
     start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
     assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
     row = capabilities._recomputation(config, device)
-    assert (row.state, bool(row.advice)) == (("partial", True) if useless else ("on", False))
-    assert ("moe_act saves no memory" in row.reason) == useless
+    assert (row.state, bool(row.fix)) == (("partial", True) if useless else ("on", False))
+    assert ("moe_act saves no memory" in row.detail) == useless
 
 
-@pytest.mark.parametrize("pattern, changes", [("E", {"swiglu": True}), ("M", {})])
+@pytest.mark.parametrize(
+    "pattern, changes", [("E", {"squared_relu": False, "swiglu": True}), ("M", {})]
+)
 def test_other_recomputations_are_not_reported(joined, pattern, changes):
-    config = config_of(pattern, bf16=True, device="auto")
-    model = replace(config.model, **({"squared_relu": False, **changes} if changes else {}))
-    memory = replace(config.memory, **recomputed("moe_act" if pattern == "E" else "mamba"))
-    config = replace(config, model=model, memory=memory)
+    memory = recomputed("moe_act" if pattern == "E" else "mamba")
+    config = bf16_run(pattern, model=changes, memory=memory)
     assert useless_recomputation(config, torch.device("cuda")) == ""
 
 
 def test_both_are_listed_if_parts_of_some_layers_are_offloaded(joined):
     """A layer that is recomputed whole is not offloaded."""
     whole = {"recompute_granularity": "full", "recompute_method": "block"}
-    config = config_of("EE", bf16=True, device="auto")
-    memory = replace(config.memory, recompute_num_layers=1, **whole, **OFFLOADED)
-    kernels = chosen_kernels(replace(config, memory=memory), torch.device("cuda"))
+    config = bf16_run("EE", memory={"recompute_num_layers": 1, **whole, **OFFLOADED})
+    kernels = chosen_kernels(config, torch.device("cuda"))
     listed = [kernel.name for kernel in kernels if kernel.op.name == "grouped_mlp"]
     assert listed == ["quack_joined", "quack"]
 
@@ -309,12 +299,8 @@ def test_both_are_listed_if_parts_of_some_layers_are_offloaded(joined):
     ],
 )
 def test_the_activation_is_listed_if_it_is_called(joined, pattern, shared, memory, called):
-    config = config_of(pattern, bf16=True, device="auto")
-    config = replace(
-        config,
-        model=replace(config.model, moe_shared_expert_intermediate_size=shared),
-        memory=replace(config.memory, **memory),
-    )
+    model = {"moe_shared_expert_intermediate_size": shared}
+    config = bf16_run(pattern, model=model, memory=memory)
     listed = {kernel.op.name for kernel in chosen_kernels(config, torch.device("cuda"))}
     assert (activation.OP.name in listed) == called
 
@@ -322,8 +308,7 @@ def test_the_activation_is_listed_if_it_is_called(joined, pattern, shared, memor
 @pytest.mark.parametrize("memory", [{}, OFFLOADED, recomputed("moe_act"), recomputed("moe")])
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, memory):
     """The inputs of both are equal, but for the words of the reason."""
-    config = config_of("E", bf16=True)
-    config = replace(config, memory=replace(config.memory, **memory))
+    config = bf16_run("E", "cpu", memory=memory)
     found = asked(on_cpu, config, monkeypatch)
     (told,) = listed(config, api.OP, "cpu")
     (found,) = found - {told} or {told}
@@ -332,16 +317,7 @@ def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, memory):
 
 
 def unit(backend="auto", memory=None):
-    model = HybridModel(
-        tiny_config("E"),
-        vocab_size=VOCAB,
-        max_positions=256,
-        device="meta",
-        dtype=BF16,
-        backends={"grouped_mlp": backend},
-        memory=memory,
-    )
-    return units_of(model, Work(tokens=4096, documents=16))[0]
+    return first_unit(tiny_config("E"), {"grouped_mlp": backend}, memory)
 
 
 def test_the_estimate_counts_no_saved_activation(joined):

@@ -16,12 +16,11 @@ from megatron_packed.layers.mlp import MLP
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.memory.recompute import checkpoint
 from megatron_packed.models.estimate.step_memory import Work
-from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.trace import Imagined
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.dense_mlp import api
-from support.hybrid_cases import VOCAB, tiny_config
-from support.kernel_calls import config_of
+from support.hybrid_cases import tiny_config
+from support.kernel_calls import bf16_run
 from support.quack_stand_in import (
     OLDER,
     OTHER_GPU,
@@ -34,8 +33,8 @@ from support.quack_stand_in import (
     other_machine,
     saved_shapes,
 )
-from support.random_tensors import normal
-from support.traced_units import saved_bytes, units_of
+from support.random_tensors import filled, normal
+from support.traced_units import first_unit, saved_bytes, units_of
 
 NAME = "megatron_packed.ops.dense_mlp.quack"
 T, D, F = 40, 16, 24
@@ -59,12 +58,7 @@ def on_cpu(quack, monkeypatch):
 def mlp(backend="auto", kind="squared_relu", dtype=BF16, **options):
     bias = options.pop("bias", False)
     build = Build(backends=Backends(dense_mlp=backend), device="cpu", dtype=dtype, **options)
-    layer = MLP(D, F, kind=kind, bias=bias, build=build)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator).bfloat16())
-    return layer
+    return filled(MLP(D, F, kind=kind, bias=bias, build=build), seed=1, precision=BF16)
 
 
 def values(rows=T):
@@ -258,38 +252,24 @@ def offloading(*parts):
     ],
 )
 def test_a_run_lists_the_choice_with_its_reason(quack, pattern, changes, reason):
-    config = config_of(pattern, bf16=True, device="auto")
-    for section, values in changes.items():
-        config = replace(config, **{section: replace(getattr(config, section), **values)})
-    (inputs,) = listed(config, api.OP, "cuda")
+    (inputs,) = listed(bf16_run(pattern, **changes), api.OP, "cuda")
     reasons = quack.not_supported_reasons(inputs)
     assert (len(reasons) == 1 and reason in reasons[0]) if reason else not reasons
     assert api.OP.select(inputs).name == ("torch" if reason else "quack")
 
 
 def test_a_run_lists_both_kernels_if_only_some_layers_are_apart(quack):
-    memory = MemoryConfig(
-        recompute_granularity="full",
-        recompute_method="block",
-        recompute_num_layers=1,
-        fine_grained_activation_offloading=True,
-        offload_modules=("mlp_fc1",),
-    )
-    config = replace(config_of("--", bf16=True, device="auto"), memory=memory)
-    assert [api.OP.select(inputs).name for inputs in listed(config, api.OP, "cuda")] == [
-        "quack",
-        "torch",
-    ]
+    whole = {"recompute_granularity": "full", "recompute_method": "block"}
+    memory = {**whole, "recompute_num_layers": 1, **offloading("mlp_fc1")["memory"]}
+    requests = listed(bf16_run("--", memory=memory), api.OP, "cuda")
+    assert [api.OP.select(inputs).name for inputs in requests] == ["quack", "torch"]
 
 
 @pytest.mark.parametrize("pattern", ["-", "E"])
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch, pattern):
     """The inputs of both are equal, but for the device."""
-    config = config_of(pattern, bf16=True)
-    experts = replace(
-        config.model, moe_shared_expert_intermediate_size=40 if pattern == "E" else None
-    )
-    config = replace(config, model=experts)
+    shared = {"moe_shared_expert_intermediate_size": 40 if pattern == "E" else None}
+    config = bf16_run(pattern, "cpu", model=shared)
     found = asked(on_cpu, config, monkeypatch)
     (told,) = listed(config, api.OP, "cpu")
     assert found == {told}
@@ -314,16 +294,8 @@ def test_plans_of_other_row_counts_do_not_pile_up(on_cpu, monkeypatch):
 
 
 def unit(pattern, backend, memory=None):
-    model = HybridModel(
-        tiny_config(pattern, moe_shared_expert_intermediate_size=24),
-        vocab_size=VOCAB,
-        max_positions=256,
-        device="meta",
-        dtype=BF16,
-        backends={"dense_mlp": backend},
-        memory=memory,
-    )
-    return units_of(model, Work(tokens=4096, documents=16))[0]
+    config = tiny_config(pattern, moe_shared_expert_intermediate_size=24)
+    return first_unit(config, {"dense_mlp": backend}, memory)
 
 
 @pytest.mark.parametrize("pattern, inner", [("-", 48), ("E", 24)])
@@ -339,9 +311,9 @@ def test_the_estimate_counts_what_layers_of_transformer_engine_save(quack):
     """It builds local layers in their place, whose products would include the activation."""
     found = {}
     for name in ("local", "transformer_engine"):
-        config = config_of("-E", bf16=True, device="auto", transformer_impl=name)
-        model = replace(config.model, moe_shared_expert_intermediate_size=40)
-        model, _ = Imagined.from_config(replace(config, model=model), 1, 256)
+        shared = {"moe_shared_expert_intermediate_size": 40}
+        config = bf16_run("-E", model=shared, training={"transformer_impl": name})
+        model, _ = Imagined.from_config(config, 1, 256)
         found[name] = [
             saved_bytes(layer) for layer in units_of(model, Work(tokens=128, documents=2))
         ]

@@ -7,6 +7,7 @@ from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.linear import Linear, accumulate_weight_grad, linear
+from support.random_tensors import filled
 
 
 def built_on(device, dtype):
@@ -14,11 +15,7 @@ def built_on(device, dtype):
 
 
 def make_linear(bias, dtype=torch.float32):
-    layer = Linear(6, 4, bias=bias, build=built_on("cpu", dtype))
-    with torch.no_grad():
-        for number, parameter in enumerate(layer.parameters()):
-            parameter.normal_(generator=torch.Generator().manual_seed(number))
-    return layer
+    return filled(Linear(6, 4, bias=bias, build=built_on("cpu", dtype)))
 
 
 def give_main_grad(module, value=0.0):
@@ -109,10 +106,8 @@ def test_accumulation_takes_a_broadcast_gradient():
 def test_embedding_main_grad_equals_autograd(token_dtype):
     tokens = torch.tensor([3, 1, 3, 3, 0], dtype=token_dtype)
     grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    plain, flat = (Embedding(6, 4, build=built_on("cpu", torch.float32)) for _ in range(2))
-    with torch.no_grad():
-        plain.weight.normal_(generator=torch.Generator().manual_seed(0))
-        flat.weight.copy_(plain.weight)
+    build = built_on("cpu", torch.float32)
+    plain, flat = (filled(Embedding(6, 4, build=build)) for _ in range(2))
     give_main_grad(flat, value=1.0)
     rows = flat(tokens)
     assert torch.equal(rows, plain.weight[tokens.long()])

@@ -3,9 +3,8 @@
 import torch
 
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.layers.moe.aux_loss import chosen_experts
 from megatron_packed.layers.moe.random_logits import random_logits
-from megatron_packed.layers.moe.router import Router, topk_routing
+from megatron_packed.layers.moe.router import Router, chosen_experts, topk_routing
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.params import PackedSeqParams
 from support.hybrid_cases import CPU_BUILD

@@ -1,7 +1,6 @@
 """Layers whose last projection adds the residual, with a stand-in for quack (`quack_stand_in`)."""
 
 import sys
-from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -23,7 +22,7 @@ from megatron_packed.ops.residual_projection import api
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 from megatron_packed.packed.micro_batch import MicroBatch
 from support.hybrid_cases import VOCAB, tiny_config
-from support.kernel_calls import config_of
+from support.kernel_calls import bf16_run
 from support.quack_stand_in import accept, asked, listed
 from support.traced_units import of_first_layer
 
@@ -225,8 +224,7 @@ def test_a_recomputed_call_does_not_hold_the_residual(on_cpu):
     ],
 )
 def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, changes, reason):
-    config = config_of(pattern, device="auto", bf16=True)
-    config = replace(config, model=replace(config.model, **changes))
+    config = bf16_run(pattern, model=changes)
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
     listed = list(op_requests(config, torch.device("cuda")))
     for inputs in (inputs for op, _, inputs in listed if op is api.OP):
@@ -239,18 +237,15 @@ def test_a_run_lists_what_layers_do(on_cpu, package, monkeypatch, pattern, chang
 def test_explain_has_one_row_for_layers_with_the_same_kernel_and_reason(quack, monkeypatch):
     monkeypatch.setattr(capabilities, "_machine", lambda config, device: iter(()))
     monkeypatch.setattr(varlen_attention, "_capability", lambda device: (9, 0))
-    config = config_of("M*-M", device="auto", bf16=True)
-    config = replace(config, model=replace(config.model, attention_norm_placement="output"))
+    config = bf16_run("M*-M", model={"attention_norm_placement": "output"})
     rows = capabilities.capabilities(config, torch.device("cuda"))
     found = [row for row in rows if row.name == "kernel residual_projection"]
     assert len(found) == 2 == len(set(found))
-    assert any("is normalised before the addition" in row.reason for row in found)
+    assert any("is normalised before the addition" in row.detail for row in found)
 
 
 def test_layers_ask_for_what_a_run_lists(on_cpu, monkeypatch):
-    config = config_of("GM*-E", bf16=True)
-    model = replace(config.model, moe_shared_expert_intermediate_size=40)
-    config = replace(config, model=model)
+    config = bf16_run("GM*-E", "cpu", model={"moe_shared_expert_intermediate_size": 40})
     found = asked(on_cpu, config, monkeypatch)
     told = set(listed(config, api.OP, "cpu"))
     assert found == told and len(told) == 4, told

@@ -8,10 +8,8 @@ import torch
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.moe.router import ExpertGroups, Router, topk_routing, update_expert_bias
 from megatron_packed.packed.params import PackedSeqParams
-from support.hybrid_cases import CPU_BUILD
+from support.hybrid_cases import CPU_BUILD, LOGITS
 from support.random_tensors import normal
-
-LOGITS = torch.tensor([[2.0, 0.5, -1.0, 1.0], [0.0, 3.0, 0.1, -2.0], [1.0, -1.0, 0.2, 0.9]])
 
 
 def sigmoid(value):

@@ -223,7 +223,7 @@ def test_the_same_numbers_names_and_marks(engine, name: str, flat: bool) -> None
         buffers = FlatBuffers(model) if flat else None
         losses = []
         for seed in (0, 1):
-            output = model(cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3))
+            output = model(cases.awkward_pack(seed, tail=3))
             output.loss.backward()
             losses.append(output.loss.detach())
         grads = cases.gradients(model)
@@ -296,9 +296,7 @@ def test_recomputed_and_offloaded_they_give_the_same_bits(engine, memory: Memory
         ).train()
         buffers = FlatBuffers(model)
         for seed in (0, 1):
-            model(
-                cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3)
-            ).loss.backward()
+            model(cases.awkward_pack(seed, tail=3)).loss.backward()
         found.append(buffers.grads.clone())
     assert torch.equal(*found) and found[0].any()
     assert model.offload is not None and model.offload.pool.pinned > 0
@@ -316,7 +314,7 @@ def test_every_linear_and_norm_between_the_layers_is_its_own(engine) -> None:
         type(module) in engine for module in parts.values()
     )
     assert not any(hasattr(module, "te_module") for module in local.modules())
-    output = model(cases.make_pack(cases.make_documents(cases.AWKWARD)))
+    output = model(cases.awkward_pack())
     output.loss.backward()
     linears = [module for module in parts.values() if not isinstance(module, Norm)]
     assert all(module.te_module.calls == [False] for module in linears), (

@@ -7,22 +7,11 @@ from megatron_packed.layers.moe.layer import MoE
 from megatron_packed.packed.params import PackedSeqParams
 from support import hybrid_cases as cases
 from support.hybrid_cases import CPU_BUILD
+from support.random_tensors import filled
 
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
-
-
-def relative_error(value, expected):
-    return float((value - expected).abs().max() / expected.abs().max())
-
-
-def fill(module):
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return module
 
 
 def run(module, documents, upstream, call):
@@ -46,7 +35,7 @@ def compare(mine, theirs, rename):
     pairs |= {name: (mine[2][name], select(theirs[2])) for name, select in rename.items()}
     for name, (value, expected) in pairs.items():
         assert value.shape == expected.shape, name
-        assert relative_error(value, expected) <= TOLERANCE, name
+        assert cases.relative_error(value, expected) <= TOLERANCE, name
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -67,7 +56,7 @@ def test_qwen_experts(normalised):
         norm_topk_prob=normalised,
         num_hidden_layers=1,
     )
-    block = fill(qwen.Qwen3NextSparseMoeBlock(settings))
+    block = filled(qwen.Qwen3NextSparseMoeBlock(settings), scale=0.3)
     config = cases.tiny_config(
         "E",
         squared_relu=False,

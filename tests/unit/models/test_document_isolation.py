@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import megatron_packed.layers.attention as attention
-import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
-import megatron_packed.layers.kinds.mamba as mamba_mixer
-import megatron_packed.layers.recurrent_mixer as recurrent_mixer
 import megatron_packed.ops.ssd.reference as ssd_reference
 from support import hybrid_cases as cases
+from support.leaks import leaking_convolution, leaking_delta_rule, leaking_scan, one_document
 from support.row_products import experts_row_by_row
 
 LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
@@ -52,9 +50,14 @@ def perturbed(batch, at):
     return other
 
 
-def visible_changes(model, batch, at) -> dict[str, float]:
-    """Return the largest difference in other documents and the tail after one token changed."""
-    before, after = observe(model, batch), observe(model, perturbed(batch, at))
+def visible_changes(model, batch, at, broken=None) -> dict[str, float]:
+    """Return the largest difference in other documents and the tail after one token changed.
+
+    The model gets the metadata of ``broken`` if it is given.
+    """
+    seen, other = broken or batch, perturbed(batch, at)
+    other = dataclasses.replace(seen, tokens=other.tokens, labels=other.labels)
+    before, after = observe(model, seen), observe(model, other)
     others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
     own_T = ~others_T
     assert not torch.equal(before["outputs"][own_T], after["outputs"][own_T]), (
@@ -103,36 +106,14 @@ def rebuilt(batch, **fields):
     return dataclasses.replace(batch, packed=dataclasses.replace(batch.packed, **fields))
 
 
-def one_document(batch):
-    """Return offsets that describe the complete pack as one document."""
-    offsets = torch.full_like(batch.packed.cu_seqlens, batch.packed.total_tokens)
-    offsets[0] = 0
-    return offsets
-
-
 @pytest.fixture
 def batch():
     return cases.make_pack(cases.make_documents(LENGTHS), tail=TAIL)
 
 
-def leaks(pattern, batch, broken=None, **changes):
-    """Return the largest difference in other documents after one token changed.
-
-    The model gets the metadata of ``broken`` if it is given.
-    """
-    model = cases.tiny_model(pattern, **changes)
+def leaks(pattern, batch, broken=None):
     at = int(batch.packed.cu_seqlens_cpu[CHANGED]) + 2
-    seen = batch if broken is None else broken
-    before, after = observe(model, seen), observe(model, perturbed_like(seen, batch, at))
-    others_T = batch.packed.seq_idx[0] != CHANGED
-    return {
-        name: (before[name][others_T] - after[name][others_T]).abs().max().item() for name in before
-    }
-
-
-def perturbed_like(seen, batch, at):
-    other = perturbed(batch, at)
-    return dataclasses.replace(seen, tokens=other.tokens, labels=other.labels)
+    return visible_changes(cases.tiny_model(pattern), batch, at, broken)
 
 
 def test_removing_seq_idx_is_caught(batch):
@@ -143,12 +124,7 @@ def test_removing_seq_idx_is_caught(batch):
 
 @pytest.mark.parametrize("pattern", ["M", "G"])
 def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatch, pattern):
-    convolve = recurrent_mixer.causal_conv1d
-    monkeypatch.setattr(
-        recurrent_mixer,
-        "causal_conv1d",
-        lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
-    )
+    leaking_convolution(monkeypatch)
     # The convolution reaches only three tokens into the next document, so change the last token.
     model = cases.tiny_model(pattern)
     changes = visible_changes(model, batch, int(batch.packed.cu_seqlens_cpu[CHANGED + 1]) - 1)
@@ -156,23 +132,13 @@ def test_removing_seq_idx_from_the_convolution_alone_is_caught(batch, monkeypatc
 
 
 def test_removing_seq_idx_from_the_scan_alone_is_caught(batch, monkeypatch):
-    scan = mamba_mixer.ssd
-    monkeypatch.setattr(
-        mamba_mixer,
-        "ssd",
-        lambda *args, **kw: scan(*args[:7], torch.zeros_like(args[7]), args[8], **kw),
-    )
+    leaking_scan(monkeypatch)
     changes = leaks("M", batch)
     assert min(changes.values()) > 1e-5, changes
 
 
 def test_removing_the_boundaries_of_the_delta_rule_alone_is_caught(batch, monkeypatch):
-    rule = gated_delta_net.gated_delta_rule
-
-    def without_boundaries(*args, tables, **kw):
-        return rule(*args[:8], one_document(batch), tables=None, **kw)
-
-    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", without_boundaries)
+    leaking_delta_rule(monkeypatch)
     # The state decays within some tokens, so change the last token.
     last = int(batch.packed.cu_seqlens_cpu[CHANGED + 1]) - 1
     changes = visible_changes(cases.tiny_model("G"), batch, last)
@@ -187,7 +153,9 @@ def test_removing_the_restart_of_the_chunk_sum_is_caught(batch, monkeypatch):
 
 
 def test_removing_the_attention_mask_is_caught(batch):
-    broken = rebuilt(batch, cu_seqlens=one_document(batch), max_seqlen=batch.packed.total_tokens)
+    tokens = batch.packed.total_tokens
+    joined = one_document(batch.packed.cu_seqlens, tokens)
+    broken = rebuilt(batch, cu_seqlens=joined, max_seqlen=tokens)
     changes = leaks("*", batch, broken)
     assert min(changes.values()) > 1e-5, changes
 

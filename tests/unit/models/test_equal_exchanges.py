@@ -120,7 +120,7 @@ def test_auto_falls_back_and_a_forced_backend_is_refused() -> None:
 def explained(flags: str, device: torch.device) -> tuple[str, str, str] | None:
     rows = parallel_capabilities(config_of(flags), 2, device)
     found = [row for row in rows if row.name == "all-to-alls of equal parts"]
-    return (found[0].state, found[0].reason, found[0].advice) if found else None
+    return (found[0].state, found[0].detail, found[0].fix) if found else None
 
 
 def test_explain_says_how_equal_parts_travel() -> None:

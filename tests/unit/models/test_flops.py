@@ -20,10 +20,14 @@ def counted(model, lengths) -> int:
     return counter.get_total_flops()
 
 
+def flops_of(config, lengths):
+    return FlopCounter(config, cases.VOCAB).forward(lengths)
+
+
 @pytest.mark.parametrize("variant", ["plain", "half rope, qkv bias, swiglu"])
 def test_dense_layers_as_pytorch_counts_them(variant):
     model = cases.tiny_model("--", make_vocab_size_divisible_by=1, **cases.VARIANTS[variant])
-    assert FlopCounter(model.config, cases.VOCAB).forward(LENGTHS).total == counted(model, LENGTHS)
+    assert flops_of(model.config, LENGTHS).total == counted(model, LENGTHS)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -42,7 +46,7 @@ def test_depths_of_multi_token_prediction_as_pytorch_counts_them(repeated):
 
 def test_attention_is_half_of_all_pairs_of_each_document():
     model = cases.tiny_model("*", make_vocab_size_divisible_by=1)
-    flops = FlopCounter(model.config, cases.VOCAB).forward(LENGTHS)
+    flops = flops_of(model.config, LENGTHS)
     # The reference also multiplies masked pairs, which are half of all pairs.
     assert flops.projections + flops.output + 2 * flops.attention == counted(model, LENGTHS)
     assert flops.attention == 4 * 4 * 8 * sum(n * n for n in LENGTHS) / 2
@@ -50,7 +54,7 @@ def test_attention_is_half_of_all_pairs_of_each_document():
 
 def test_router_and_experts_by_hand():
     config = cases.tiny_config("E", moe_router_topk=3, moe_shared_expert_intermediate_size=24)
-    flops = FlopCounter(config, cases.VOCAB).forward([10])
+    flops = flops_of(config, [10])
     assert flops.projections == 10 * (2 * 32 * 5 + 3 * 2 * (2 * 32 * 16) + 2 * (2 * 32 * 24))
     gated = cases.tiny_config(
         "E",
@@ -58,7 +62,7 @@ def test_router_and_experts_by_hand():
         moe_shared_expert_intermediate_size=24,
         moe_shared_expert_gate=True,
     )
-    gate = FlopCounter(gated, cases.VOCAB).forward([10]).projections - flops.projections
+    gate = flops_of(gated, [10]).projections - flops.projections
     assert gate == 10 * 2 * 32
     assert flops.output == 10 * 2 * 32 * 64
     assert flops.attention == flops.scan == 0
@@ -66,7 +70,7 @@ def test_router_and_experts_by_hand():
         "E", moe_router_topk=3, moe_shared_expert_intermediate_size=24, moe_latent_size=12
     )
     inside = 10 * (3 * 2 * (2 * (32 - 12) * 16) - 4 * 32 * 12)
-    assert flops.projections - FlopCounter(latent, cases.VOCAB).forward([10]).projections == inside
+    assert flops.projections - flops_of(latent, [10]).projections == inside
 
 
 @pytest.mark.parametrize("value_head_dim", [8, 6])
@@ -74,10 +78,10 @@ def test_gated_delta_net_by_hand(value_head_dim):
     """20 tokens, 2 key heads of 8 and 4 value heads; the count does not depend on documents."""
     config = cases.tiny_config("G", linear_value_head_dim=value_head_dim, linear_conv_kernel_dim=3)
     keys, values = 2 * 8, 4 * value_head_dim
-    flops = FlopCounter(config, cases.VOCAB).forward([20])
+    flops = flops_of(config, [20])
     assert flops.projections == 20 * 2 * 32 * ((2 * keys + 2 * values + 2 * 4) + values)
     assert flops.scan == 20 * 2 * (3 * (2 * keys + values) + 4 * 4 * 8 * value_head_dim)
-    assert flops == FlopCounter(config, cases.VOCAB).forward([1, 16, 3])
+    assert flops == flops_of(config, [1, 16, 3])
 
 
 def test_a_key_head_for_each_value_head_as_megatron_counts():
@@ -86,7 +90,7 @@ def test_a_key_head_for_each_value_head_as_megatron_counts():
     hidden, qk, v, heads, width = 32, 4 * 8, 4 * 8, 4, 8
     projections = hidden * (2 * qk + 2 * v + 2 * heads) + hidden * v
     rule = 4 * (2 * qk + v) + 4 * heads * width**2
-    found = FlopCounter(config, cases.VOCAB).forward([7])
+    found = flops_of(config, [7])
     assert found.projections + found.scan == 2 * 7 * (projections + rule)
     assert found.attention == 0
 
@@ -94,7 +98,7 @@ def test_a_key_head_for_each_value_head_as_megatron_counts():
 def test_scan_by_hand():
     """20 tokens in chunks of 8 give pieces of 8, 8 and 4 tokens: 72 pairs and 3 chunk states."""
     config = cases.tiny_config("M")
-    flops = FlopCounter(config, cases.VOCAB).forward([20])
+    flops = flops_of(config, [20])
     inner, states = 4 * 8, 2 * 16
     pairs = (2 * states + 2 * inner) * (8 * 8 + 8 * 8 + 4 * 4) / 2
     per_token = 4 * inner * 16 + 2 * inner + 2 * 4 * (inner + 2 * states)

@@ -58,7 +58,7 @@ def test_names_precisions_and_marks_of_a_bfloat16_model():
 
 def test_output_in_bfloat16_is_float32_where_it_counts():
     model = cases.tiny_model("M*-E", dtype=torch.bfloat16, **AUX)
-    output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=0.5))
+    output = model(cases.awkward_pack(aux_scale=0.5))
     assert {value.dtype for value in output} == {torch.float32}
     assert (
         output.loss.requires_grad
@@ -108,7 +108,7 @@ def test_flat_gradients_equal_autograd_over_two_micro_batches(variant, dtype):
     flat = cases.tiny_model("M*-E", dtype=dtype, **AUX, **cases.VARIANTS[variant])
     buffers = FlatBuffers(flat)
     for seed in range(2):
-        batch = cases.make_pack(cases.make_documents(cases.AWKWARD, seed), tail=3, aux_scale=0.5)
+        batch = cases.awkward_pack(seed, tail=3, aux_scale=0.5)
         expected, output = plain(batch), flat(batch)
         assert torch.equal(expected.loss, output.loss)
         expected.loss.backward()
@@ -126,7 +126,7 @@ def test_flat_gradients_equal_autograd_over_two_micro_batches(variant, dtype):
 def test_evaluation_leaves_the_flat_gradients_alone():
     model = cases.tiny_model("M*-")
     buffers = FlatBuffers(model)
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    batch = cases.awkward_pack()
     with torch.no_grad():
         training_mode = model(batch).loss
     model.eval()
@@ -181,10 +181,7 @@ def test_the_loss_may_be_scaled_added_to_and_divided_before_backward(loss, varia
 
 @pytest.mark.parametrize("tied", ["plain", "layer norm, gelu, tied"])
 def test_a_forward_pass_without_backward_adds_no_gradient(tied):
-    batches = [
-        cases.make_pack(cases.make_documents(cases.AWKWARD, seed), aux_scale=0.5)
-        for seed in range(2)
-    ]
+    batches = [cases.awkward_pack(seed, aux_scale=0.5) for seed in range(2)]
     expected, found = (
         gradients_of(cases.tiny_model("M*-E", **AUX, **cases.VARIANTS[tied]), run)
         for run in (
@@ -210,10 +207,7 @@ def test_forward_backward_gives_the_bits_of_forward_and_backward_in_one_pass_ove
     monkeypatch.setattr(
         cross_entropy, "softmax_step", lambda *arguments: chunks.append(1) or step(*arguments)
     )
-    batches = [
-        cases.make_pack(cases.make_documents(cases.AWKWARD, n), tail=3, aux_scale=0.5)
-        for n in range(2)
-    ]
+    batches = [cases.awkward_pack(n, tail=3, aux_scale=0.5) for n in range(2)]
 
     def backward(model, batch):
         output = model(batch)
@@ -284,7 +278,7 @@ def test_tables_are_built_once_for_all_layers(monkeypatch):
         attention_kind, "prepare_tables", lambda *args, **kw: calls.append(1) or build(*args, **kw)
     )
     model = cases.tiny_model("*M" * 8)
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    batch = cases.awkward_pack()
     model(batch)
     assert len(calls) == 1
     packed = model.prepare(batch.packed)
@@ -295,7 +289,7 @@ def test_tables_are_built_once_for_all_layers(monkeypatch):
 def test_rows_that_pad_the_vocabulary_take_no_part():
     model = cases.tiny_model("-")
     assert model.output_weight.shape[0] == 64 > cases.VOCAB
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    batch = cases.awkward_pack()
     before = model(batch)
     before.loss.backward()
     assert model.output_weight.grad[cases.VOCAB :].abs().max() == 0
@@ -330,18 +324,12 @@ def test_convolution_has_a_bias_unless_it_is_switched_off():
 
 def test_dropout_acts_in_training_only():
     model = cases.tiny_model("M*-E", hidden_dropout=0.5)
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    batch = cases.awkward_pack()
     torch.manual_seed(0)
     first, second = model(batch).loss, model(batch).loss
     assert first != second
     model.eval()
     assert torch.equal(model(batch).loss, model(batch).loss)
-
-
-def test_aux_losses_stop_outside_training():
-    model = cases.tiny_model("E", **AUX).eval()
-    output = model(cases.make_pack(cases.make_documents(cases.AWKWARD), aux_scale=1.0))
-    assert output.aux_loss == 0 and output.tokens_per_expert.sum() > 0
 
 
 def test_expert_biases_of_all_layers_follow_the_counts():
@@ -368,7 +356,7 @@ def test_expert_bias_update_is_nothing_without_biases():
 def test_a_forced_backend_reaches_its_op():
     from megatron_packed.ops.backend_dispatch import NoBackendError
 
-    batch = cases.make_pack(cases.make_documents(cases.AWKWARD))
+    batch = cases.awkward_pack()
     for pattern, op in {
         "*": "varlen_attention",
         "M": "ssd",

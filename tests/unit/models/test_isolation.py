@@ -10,7 +10,6 @@ import megatron_packed.layers.attention as attention
 import megatron_packed.layers.kinds.gated_delta_net as gated_delta_net
 import megatron_packed.layers.mlp as mlp
 import megatron_packed.layers.moe.aux_loss as aux_loss
-import megatron_packed.layers.recurrent_mixer as recurrent_mixer
 import megatron_packed.models.multi_token_prediction as multi_token_prediction
 import megatron_packed.ops.ssd.reference as ssd_reference
 from megatron_packed.config.sections.model import ModelConfig
@@ -26,6 +25,7 @@ from megatron_packed.models.isolation import (
 )
 from megatron_packed.models.trace import calls_of_pass
 from support import hybrid_cases as cases
+from support.leaks import leaking_convolution, leaking_delta_rule, leaking_scan, one_document
 
 CONFIG = ModelConfig(
     hybrid_layer_pattern="M*-EG*E",
@@ -200,24 +200,12 @@ def test_short_chunks_are_checked(chunk, monkeypatch):
         return check_isolation(config, "cpu", torch.float32)
 
     assert failures(results()) == set()
-    scan = ssd_reference.run
-    monkeypatch.setattr(
-        ssd_reference,
-        "run",
-        lambda *inputs, **options: scan(
-            *inputs[:7], torch.zeros_like(inputs[7]), *inputs[8:], **options
-        ),
-    )
+    leaking_scan(monkeypatch)
     assert ("M", "outputs") in failures(results())
 
 
 def test_a_leaking_convolution_is_found(monkeypatch):
-    convolve = recurrent_mixer.causal_conv1d
-    monkeypatch.setattr(
-        recurrent_mixer,
-        "causal_conv1d",
-        lambda x, w, b, seq_idx, **kw: convolve(x, w, b, torch.zeros_like(seq_idx), **kw),
-    )
+    leaking_convolution(monkeypatch)
     results = check("M*")
     assert failures(results) == {("M", "outputs"), ("M", "loss"), ("M", "input gradients")}
     assert "Mamba-2 layers (M), outputs: changing one document changed other documents" in str(
@@ -228,15 +216,7 @@ def test_a_leaking_convolution_is_found(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_leaking_gated_delta_rule_is_found(monkeypatch, dtype):
-    run_rule = gated_delta_net.gated_delta_rule
-
-    def without_boundaries(*inputs, tables, **options):
-        *tensors, seq_idx, cu_seqlens = inputs
-        joined = torch.full_like(cu_seqlens, seq_idx.shape[1])
-        joined[0] = 0
-        return run_rule(*tensors, torch.zeros_like(seq_idx), joined, **options)
-
-    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", without_boundaries)
+    leaking_delta_rule(monkeypatch)
     results = check("G*", dtype)
     assert failures(results) == {("G", "outputs"), ("G", "loss"), ("G", "input gradients")}
     # With initial values the state decays within a few tokens, and the leak is below 1e-3.
@@ -298,16 +278,8 @@ def test_leaking_attention_is_found(monkeypatch):
     attend = attention.varlen_attention
 
     def without_boundaries(q, k, v, cu_seqlens, max_seqlen, **options):
-        joined = torch.full_like(cu_seqlens, q.shape[0])
-        joined[0] = 0
-        return attend(
-            q,
-            k,
-            v,
-            joined,
-            q.shape[0],
-            **options | {"seq_idx_1T": torch.zeros_like(options["seq_idx_1T"])},
-        )
+        options["seq_idx_1T"] = torch.zeros_like(options["seq_idx_1T"])
+        return attend(q, k, v, one_document(cu_seqlens, len(q)), len(q), **options)
 
     monkeypatch.setattr(attention, "varlen_attention", without_boundaries)
     assert failures(check("*-")) == {("*", "outputs"), ("*", "loss"), ("*", "input gradients")}

@@ -65,7 +65,7 @@ def test_layers_of_transformer_engine_run_their_own_collectives() -> None:
 def explained(flags: str, device: torch.device) -> tuple[str, str, str]:
     rows = parallel_capabilities(config_of(flags), 2, device)
     (row,) = (row for row in rows if row.name == "tensor-parallel overlap")
-    return row.state, row.reason, row.advice
+    return row.state, row.detail, row.fix
 
 
 def test_explain_says_whether_it_is_on_and_why_not() -> None:

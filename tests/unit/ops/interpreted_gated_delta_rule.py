@@ -22,7 +22,7 @@ from support.delta_rule_cases import (
     repeated_keys,
     with_gradients,
 )
-from support.op_packs import leaks, relative_error
+from support.op_packs import assert_errs_at_most_twice, leaks_of_tokens, relative_error
 
 pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
 
@@ -78,19 +78,14 @@ def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkey
 
 @pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
 def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_gpu):
-    """Compare both with the recurrence of the rounded inputs in float64.
-
-    With few tokens the maxima of errors scatter, so an error of one rounding to bf16 is always allowed.
-    """
+    """Compare both with the recurrence of the rounded inputs in float64."""
     lengths = [64, 65, 1]
     low = cast(inputs(sum(lengths), (1, 2, 32, 32), **strength), torch.bfloat16)
     exact = {name: value.double() for name, value in low.items()}
     want = forward_backward(exact, lengths, backend="recurrence")
     got = triton_rule(low, lengths)
     plain = with_gradients(low_precision, low, lengths)
-    for name in want:
-        error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
-        assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+    assert_errs_at_most_twice(got, plain, want)
 
 
 def test_repeated_keys_with_a_doubled_beta_keep_their_precision(bfloat16_of_a_gpu):
@@ -109,13 +104,8 @@ def test_repeated_keys_with_a_doubled_beta_keep_their_precision(bfloat16_of_a_gp
 def test_documents_do_not_touch_each_other_by_a_bit():
     lengths = [66, 5, 64]
     values = cast(inputs(sum(lengths), (1, 2, 16, 16)), torch.float32)
-    parameters = {name: values[name] for name in ALL[5:]}
-
-    def run(per_token):
-        results = triton_rule({**per_token, **parameters}, lengths)
-        return {name: results[name] for name in ("o", *(f"d{name}" for name in PER_TOKEN))}
-
-    assert not leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, [0, 1])
+    run = partial(triton_rule, lengths=lengths)
+    assert not leaks_of_tokens(run, values, PER_TOKEN, lengths, [0, 1])
 
 
 def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity():

@@ -1,13 +1,20 @@
 """Our kernels of the scan in Triton's interpreter; test_triton_interpreter.py runs them."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_packed.ops.column_slices import split_columns
 from megatron_packed.ops.ssd import triton_tiles
 from megatron_packed.ops.ssd.api import OP, inputs_of, ssd
-from support.op_packs import boundaries, leaks, relative_error
-from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results, upstream
+from support.op_packs import (
+    assert_errs_at_most_twice,
+    boundaries,
+    leaks_of_tokens,
+    relative_error,
+)
+from support.scan_cases import PER_TOKEN, cast, make, results, upstream
 
 pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
 
@@ -72,22 +79,15 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(bfloat16_of_a_gpu, few_p
     low = cast(make(sum(lengths), (2, 16, 1, 16)), torch.bfloat16)
     want = results({name: value.double() for name, value in low.items()}, lengths, "recurrence")
     got, plain = results(low, lengths), results(low, lengths, "reference")
-    for name in want:
-        error, of_plain = (relative_error(x[name], want[name]) for x in (got, plain))
-        assert error < max(2 * of_plain, 2**-7), (name, error, of_plain)
+    assert_errs_at_most_twice(got, plain, want)
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_documents_do_not_touch_each_other_by_a_bit(restarts, few_programs):
     lengths = [5, 30, 70]
     values = cast(make(sum(lengths), (2, 20, 1, 12)), torch.float32)
-    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
-
-    def run(inputs):
-        found = results({**inputs, **parameters}, lengths if restarts else [sum(lengths)])
-        return {name: found[name] for name in LOCAL}
-
-    leaked = leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1])
+    run = partial(results, lengths=lengths if restarts else [sum(lengths)])
+    leaked = leaks_of_tokens(run, values, PER_TOKEN, lengths, victims=[1])
     assert (leaked == set()) is restarts
 
 

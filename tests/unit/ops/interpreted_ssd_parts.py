@@ -1,11 +1,13 @@
 """Our kernels of the scan on parts of a pack, in Triton's interpreter; test_triton_interpreter.py runs them."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron_packed.ops.ssd import triton_kernels, triton_states, triton_tiles
-from support.op_packs import leaks, relative_error
-from support.scan_cases import LOCAL, NAMES, PER_TOKEN, cast, make, results
+from support.op_packs import leaks_of_tokens, relative_error
+from support.scan_cases import LOCAL, PER_TOKEN, cast, make, results
 from support.scan_parts import results_in_parts
 
 SIZES = (4, 20, 2, 12)
@@ -43,14 +45,10 @@ def test_parts_are_the_recurrence_of_the_pack(sizes, lengths, parts, segments, m
 def test_documents_do_not_touch_each_other_by_a_bit():
     lengths = [5, 15, 28, 8]
     values = cast(make(sum(lengths), SMALL, decay=0.02), torch.float32)
-    parameters = {name: values[name] for name in NAMES if name not in PER_TOKEN}
 
     def found_by(restarts):
-        def run(inputs):
-            found = results_in_parts({**inputs, **parameters}, lengths, 4, restarts=restarts)
-            return {name: found[name] for name in LOCAL}
-
-        return leaks(run, {name: values[name] for name in PER_TOKEN}, lengths, victims=[1])
+        run = partial(results_in_parts, lengths=lengths, parts=4, restarts=restarts)
+        return leaks_of_tokens(run, values, PER_TOKEN, lengths, victims=[1])
 
     assert found_by(restarts=True) == set()
     assert found_by(restarts=False) == set(LOCAL)

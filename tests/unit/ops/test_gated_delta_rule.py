@@ -17,7 +17,14 @@ from megatron_packed.ops.gated_delta_rule.api import (
 )
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables, max_chunks
 from support.delta_rule_cases import ALL, PER_TOKEN, inputs
-from support.op_packs import boundaries, leaks, relative_error, run_without_values, with_gradients
+from support.op_packs import (
+    assert_sums_in_float32,
+    boundaries,
+    leaks_of_tokens,
+    relative_error,
+    run_without_values,
+    with_gradients,
+)
 from support.random_tensors import normal
 
 G, N, K, V = 2, 4, 5, 7
@@ -143,19 +150,14 @@ def test_packed_equals_documents_one_by_one():
 LEAKY = [2, 40, 66, 3, 130, 20]
 
 
-def per_token_results(dtype):
-    values = make(sum(LEAKY), dtype)
-
-    def run(inputs):
-        results = forward_backward(values | inputs, LEAKY, backend="reference")
-        return {name: results[name] for name in ("o", *(f"d{name}" for name in PER_TOKEN))}
-
-    return run, {name: values[name] for name in PER_TOKEN}, LEAKY
+def leaks_of_reference(dtype):
+    run = partial(forward_backward, lengths=LEAKY, backend="reference")
+    return leaks_of_tokens(run, make(sum(LEAKY), dtype), PER_TOKEN, LEAKY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_documents_do_not_touch_each_other_by_a_bit(dtype):
-    assert leaks(*per_token_results(dtype)) == set()
+    assert leaks_of_reference(dtype) == set()
 
 
 def test_values_that_are_not_finite_stay_in_their_document():
@@ -185,7 +187,7 @@ def test_a_removed_boundary_is_caught(monkeypatch):
         return found._replace(starts_Q=torch.zeros_like(found.starts_Q))
 
     monkeypatch.setattr(reference.Places, "from_tables", open_places)
-    assert leaks(*per_token_results(torch.float32)) == {"o", *(f"d{name}" for name in PER_TOKEN)}
+    assert leaks_of_reference(torch.float32) == {"o", *(f"d{name}" for name in PER_TOKEN)}
 
 
 def test_every_element_is_written():
@@ -202,15 +204,8 @@ def test_every_element_is_written():
 
 
 def test_bfloat16_inputs_are_accumulated_in_float32():
-    values = {k: v.bfloat16() if k in PER_TOKEN else v.float() for k, v in make(100).items()}
-    weight = normal(100, N, V, seed=1).bfloat16()
-    got = forward_backward(values, [70, 30], weight=weight, backend="reference")
-    wide = {name: value.double() for name, value in values.items()}
-    want = forward_backward(wide, [70, 30], weight=weight, backend="recurrence")
-    for name in want:
-        low = got[name].dtype == torch.bfloat16
-        assert low == (name == "o" or name[1:] in PER_TOKEN)
-        assert relative_error(got[name], want[name]) < (2**-8 if low else 1e-5), name
+    weight = normal(100, N, V, seed=1)
+    assert_sums_in_float32(forward_backward, make(100), PER_TOKEN, [70, 30], weight)
 
 
 def test_no_host_sync_and_static_shapes():

@@ -11,8 +11,9 @@ from megatron_packed.ops.ssd.api import SSDInputs, ssd
 from support import scan_cases
 from support.op_packs import (
     PACKS,
+    assert_sums_in_float32,
     boundaries,
-    leaks,
+    leaks_of_tokens,
     relative_error,
     run_without_values,
     with_gradients,
@@ -72,23 +73,15 @@ def test_packed_equals_documents_one_by_one(lengths):
         assert relative_error(packed[name], want) < 1e-5, name
 
 
-def per_token_results(lengths, dtype=torch.float32):
-    values = make(sum(lengths), dtype)
-    parameters = {name: value for name, value in values.items() if name not in PER_TOKEN}
-
-    def run(inputs):
-        results = forward_backward({name: {**inputs, **parameters}[name] for name in ALL}, lengths)
-        return {
-            name: value for name, value in results.items() if name == "y" or name[1:] in PER_TOKEN
-        }
-
-    return run, {name: values[name] for name in PER_TOKEN}
+def leaks_of_reference(lengths, dtype=torch.float32):
+    run = partial(forward_backward, lengths=lengths)
+    return leaks_of_tokens(run, make(sum(lengths), dtype), PER_TOKEN, lengths)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["around a chunk of 16", "starts and ends inside chunks", "tail"])
 def test_documents_do_not_touch_each_other_by_a_bit(name, dtype):
-    assert leaks(*per_token_results(PACKS[name], dtype), PACKS[name]) == set()
+    assert leaks_of_reference(PACKS[name], dtype) == set()
 
 
 def running_sum_through_the_chunk(values_QLN, seq_idx_QL):
@@ -122,22 +115,19 @@ def test_a_removed_boundary_is_caught(monkeypatch, name, broken):
 
     For fp32 inputs the sums are float64 too, and a difference of 1e-16 would rarely change a result.
     """
-    lengths = PACKS["starts and ends inside chunks"]
-    run, inputs = per_token_results(lengths, torch.float64)
     monkeypatch.setattr(reference, name, broken)
-    assert "y" in leaks(run, inputs, lengths)
+    assert "y" in leaks_of_reference(PACKS["starts and ends inside chunks"], torch.float64)
 
 
 def test_a_missing_seq_idx_is_caught(monkeypatch):
-    lengths = PACKS["starts and ends inside chunks"]
-    run, inputs = per_token_results(lengths)
     true = reference.run
     monkeypatch.setattr(
         reference,
         "run",
         lambda *a, chunk_size: true(*a[:7], torch.zeros_like(a[7]), a[8], chunk_size=chunk_size),
     )
-    assert leaks(run, inputs, lengths) == {"y", "dx", "ddt", "dB", "dC"}
+    leaked = leaks_of_reference(PACKS["starts and ends inside chunks"])
+    assert leaked == {"y", "dx", "ddt", "dB", "dC"}
 
 
 def test_the_chunk_size_changes_rounding_only():
@@ -166,17 +156,8 @@ def test_very_strong_decay_stays_finite_and_right():
 
 
 def test_bfloat16_inputs_are_accumulated_in_fp32():
-    lengths = [70, 30]
-    low = {name: v.bfloat16() if name in PER_TOKEN else v for name, v in make(100).items()}
-    weight = normal(100, N, P, seed=1).bfloat16()
-    got = forward_backward(low, lengths, weight=weight)
-    wide = {name: value.double() for name, value in low.items()}
-    want = forward_backward(wide, lengths, backend="recurrence", weight=weight)
-    assert got["y"].dtype == got["dx"].dtype == torch.bfloat16
-    for name in want:
-        assert relative_error(got[name], want[name]) < (
-            2**-8 if got[name].dtype == torch.bfloat16 else 1e-5
-        ), name
+    weight = normal(100, N, P, seed=1)
+    assert_sums_in_float32(forward_backward, make(100), PER_TOKEN, [70, 30], weight)
 
 
 def test_no_host_sync_and_static_shapes():

@@ -1,5 +1,7 @@
 """Mamba-2's scan and convolution of a pack in parts against the recurrence of the complete pack."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import softplus
@@ -8,7 +10,7 @@ from megatron_packed.ops.ssd import passed_states
 from megatron_packed.ops.ssd.api import ssd
 from megatron_packed.ops.ssd.passed_states import add_entering, entering_state, leaving_state
 from support import scan_cases
-from support.op_packs import boundaries, leaks, relative_error, with_gradients
+from support.op_packs import boundaries, leaks_of_tokens, relative_error, with_gradients
 from support.scan_cases import NAMES as ALL
 from support.scan_cases import PER_TOKEN
 
@@ -81,15 +83,8 @@ def test_parts_are_the_recurrence_of_the_pack(lengths, parts):
 
 @pytest.mark.parametrize("lengths", list(PACKS.values())[:-1], ids=list(PACKS)[:-1])
 def test_documents_do_not_touch_each_other_by_a_bit(lengths):
-    values = make(torch.float32)
-    parameters = {name: value for name, value in values.items() if name not in PER_TOKEN}
-
-    def run(inputs):
-        everything = {name: {**inputs, **parameters}[name] for name in ALL}
-        found = forward_backward(in_parts, everything, lengths)
-        return {name: v for name, v in found.items() if name == "y" or name[1:] in PER_TOKEN}
-
-    assert leaks(run, {name: values[name] for name in PER_TOKEN}, lengths) == set()
+    run = partial(forward_backward, in_parts, lengths=lengths)
+    assert leaks_of_tokens(run, make(torch.float32), PER_TOKEN, lengths) == set()
 
 
 def test_a_document_inside_a_part_has_the_bits_of_the_part_alone():

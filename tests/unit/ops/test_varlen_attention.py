@@ -71,6 +71,12 @@ def gradients(output, inputs):
     return torch.autograd.grad((output.double() * weight).sum(), inputs, retain_graph=True)
 
 
+def assert_close_with_gradients(out, want, inputs):
+    torch.testing.assert_close(out.to(want.dtype), want, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(gradients(out, inputs), gradients(want, inputs)):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 300])
 @pytest.mark.parametrize("lengths", PACKINGS.values(), ids=PACKINGS)
 def test_reference_is_dense_attention_of_each_document(lengths, window):
@@ -78,9 +84,7 @@ def test_reference_is_dense_attention_of_each_document(lengths, window):
     q, k, v = random_qkv(sum(lengths))
     out = varlen_attention(q, k, v, cu_seqlens, max(lengths), window_size=window)
     want = dense_attention(q, k, v, cu_seqlens, window)
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
-    for got, expected in zip(gradients(out, (q, k, v)), gradients(want, (q, k, v))):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    assert_close_with_gradients(out, want, (q, k, v))
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -165,9 +169,7 @@ def test_sdpa_with_a_mask_agrees(window):
         out = varlen_attention(
             q, k, v, cu_seqlens, 64, window_size=window, tables=given, backend="sdpa"
         )
-        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
-        for got, expected in zip(gradients(out, (q, k, v)), gradients(want, (q, k, v))):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+        assert_close_with_gradients(out, want, (q, k, v))
 
 
 def test_document_numbers_skip_empty_documents():

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from megatron_packed.packed.cu_seqlens import (
+from megatron_packed.packed.cu_seqlens_and_seq_idx import (
     aligned,
     cu_seqlens_from_lengths,
     lengths_from_cu_seqlens,
     longest_document,
+    position_ids_from_cu_seqlens,
+    seq_idx_from_cu_seqlens,
 )
-from megatron_packed.packed.seq_idx import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 
 PACKS = [
     # (lengths, slots, capacity) with an exact fit, a tail, empty rows, single tokens, one document,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_packed.packed.micro_batch import NO_LABEL, Document, MicroBatch, MicroBatchLayout
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES
 
 TENSORS = ("tokens", "labels", "loss_mask", "scales", "depth_scales")
 PACKED_TENSORS = ("cu_seqlens", "seq_idx", "position_ids", "valid")

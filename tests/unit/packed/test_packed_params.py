@@ -11,10 +11,10 @@ from megatron_packed.layers.attention import WindowTables
 from megatron_packed.layers.kinds.gated_delta_net import DocumentChunks
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
 from megatron_packed.ops.varlen_attention.tables import MaskTable
-from megatron_packed.packed.params import PackedSeqParams
-from megatron_packed.packed.shared_tables import (
+from megatron_packed.packed.params import (
     NO_TABLES,
     DepthTables,
+    PackedSeqParams,
     RankOrder,
     Samples,
     SharedTables,

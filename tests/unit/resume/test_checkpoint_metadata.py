@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.checkpoint.run_metadata import RunProgress, metadata_problem, progress_of
-from megatron_packed.config.resumed_options import with_implied
+from megatron_packed.checkpoint.run_metadata import RunProgress, metadata_problem
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_differences
 from megatron_packed.distributed.rng import RngState
-from megatron_packed.resume.phases_and_stored_packs import Resumed
+from megatron_packed.resume.compared_runs import Resumed
 
 MANIFEST = (
     Path(__file__).parents[2]
@@ -64,8 +63,9 @@ def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 def use(metadata: dict[str, Any]) -> None:
     """Use metadata as a run does before its first step."""
-    Resumed.from_metadata(metadata)
-    with_implied(metadata["config"])
+    stored = Resumed(metadata)
+    assert stored.progress.iteration >= 0 and stored.phases == (*stored.phases,)
+    assert stored.config.packs_per_step() == stored.packs_per_step and stored.room != 0
     model_differences(metadata["config"]["model"], MODEL)
     for state in metadata["rng"]:
         captured = RngState.capture()
@@ -82,7 +82,7 @@ def test_what_runs_and_conversions_write_is_sound() -> None:
         "rng": [],
         "config": {"model": SOUND["config"]["model"], "training": {"bf16": True}},
     }
-    assert metadata_problem(converted) is None and progress_of(converted) == RunProgress()
+    assert metadata_problem(converted) is None and Resumed(converted).progress == RunProgress()
     older = copy.deepcopy(SOUND)
     del (
         older["progress"]["consumed_packs"],

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
-from megatron_packed.checkpoint.run_metadata import RunProgress, progress_of
+from megatron_packed.checkpoint.run_metadata import RunProgress
+from megatron_packed.config.run import RunConfig
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.data import DataConfig
-from megatron_packed.resume.allowed_changes import _DECIDES_TOKENS, CheckpointRefusals
+from megatron_packed.resume.allowed_changes import _TOKENS, _schedule_refusal
+from megatron_packed.resume.compared_runs import AskedRun, Resumed
 
+MODEL = "--mock-data --hybrid-layer-pattern - --hidden-size 8 --seq-length 64 --lr 1e-2"
+MODEL += " --micro-batch-size 2"
+PLAN: Any = SimpleNamespace()
 PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
 
 
@@ -29,7 +34,7 @@ PACKING = {"global_batch_size": 12, "micro_batch_size": 2}
     ],
 )
 def test_packs_that_a_run_has_trained_on(metadata: dict[str, Any], expected: RunProgress) -> None:
-    assert progress_of(metadata) == expected
+    assert Resumed(metadata).progress == expected
 
 
 @pytest.mark.parametrize(
@@ -48,19 +53,15 @@ def test_a_schedule_in_two_units_needs_steps_of_one_size_so_far(
         "progress": {"iteration": 7, "consumed_packs": consumed},
         "config": {"packing": PACKING},
     }
-    run = SimpleNamespace(
-        plan=SimpleNamespace(packs_per_step=batch // 2),
-        schedule_units={"iters", "samples"},
-        config={"packing": {**PACKING, "global_batch_size": batch}},
-    )
-    assert bool(CheckpointRefusals._schedule_refusal(run, metadata)) == refused  # type: ignore[arg-type]
-    run.schedule_units = {"samples"}
-    assert CheckpointRefusals._schedule_refusal(run, metadata) is None  # type: ignore[arg-type]
+    for length, fails in (("--train-iters 20", refused), ("--train-samples 240", False)):
+        flags = f"{MODEL} {length} --lr-warmup-samples 12 --global-batch-size {batch}"
+        run = AskedRun(config=RunConfig.from_args(flags.split()), plan=PLAN)
+        assert bool(_schedule_refusal(run, Resumed(metadata))) == fails
 
 
 def test_counts_that_a_checkpoint_does_not_have_begin_at_zero() -> None:
     saved = {"progress": {"iteration": 7, "consumed_packs": 42, "skipped_steps": 2}, "config": {}}
-    found = progress_of({**saved, "config": {"packing": PACKING}})
+    found = Resumed({**saved, "config": {"packing": PACKING}}).progress
     assert (
         found.skipped_steps,
         found.steps_without_targets,
@@ -81,4 +82,4 @@ def test_every_option_of_the_training_data_is_named_when_a_resume_is_refused() -
         "data.padded_vocab_size",
     }
     options = {about.key for about in section_fields(DataConfig)}
-    assert options - set(_DECIDES_TOKENS) == same_tokens
+    assert options - set(_TOKENS) == same_tokens

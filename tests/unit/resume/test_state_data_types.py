@@ -1,7 +1,6 @@
 """Checkpoints of runs with bf16 moments and with masters that are weights and remainders."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from megatron_packed.checkpoint.load import find_checkpoints
-from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.sections.data import DataConfig
@@ -20,11 +18,11 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.resume.phases_and_stored_packs import Resumed
+from megatron_packed.resume.allowed_changes import _state_refusal
+from megatron_packed.resume.compared_runs import AskedRun, Resumed
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.optimizer_states import everything_computed
@@ -49,7 +47,7 @@ def made(precision: dict[str, Any], seed: int = 1, **checkpoint: Any) -> tuple[J
         checkpoint=CheckpointConfig(**checkpoint),
     )
     job = build_job(config, GROUPS, VOCAB)
-    return job, RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
+    return job, RunState(job.model, job.optimizer, GROUPS, AskedRun(config=config))
 
 
 def steps(job: Job, numbers: range) -> None:
@@ -168,12 +166,11 @@ def test_other_data_types_without_a_phase_are_refused(tmp_path: Path) -> None:
 def test_imported_and_older_checkpoints_have_float32_moments() -> None:
     """Their metadata lacks the data types. An import is converted, and an older run keeps them."""
     _, state = made(BF16)
-    older = {"config": {"optim": {"lr": 0.1}}}
-    resumed = Resumed(room=None, plan_hash="", packs_per_step=1, progress=RunProgress())
-    said = state.refusals._state_refusal(older, resumed)
+    older = {"config": {"optim": {"lr": 0.1}, "packing": {}}}
+    said = _state_refusal(state.run, Resumed(older))
     assert said is not None and "--exp-avg-dtype bf16, was fp32" in said
     assert "leave out --exp-avg-dtype --exp-avg-sq-dtype to resume" in said
-    assert state.refusals._state_refusal(older, replace(resumed, imported=True)) is None
+    assert _state_refusal(state.run, Resumed({"config": {"optim": {"lr": 0.1}}})) is None
 
 
 def test_masters_change_their_form_without_a_phase(tmp_path: Path) -> None:

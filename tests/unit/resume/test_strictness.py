@@ -1,7 +1,6 @@
 """``--dist-ckpt-strictness``: tensors that only the run or only the checkpoint has."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +15,16 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.optim import OptimizerConfig
 from megatron_packed.config.sections.packing import PackingConfig
 from megatron_packed.config.sections.training import TrainingConfig
-from megatron_packed.config.serialise import to_dict
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.resume import allowed_changes
 from megatron_packed.resume import run_and_random_state as run_state
+from megatron_packed.resume.allowed_changes import CheckpointUse
+from megatron_packed.resume.compared_runs import AskedRun
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 
-GROUPS = ParallelGroups.single()
+GROUPS, VOCAB_SIZE = ParallelGroups.single(), 61
 
 
 def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
@@ -36,13 +37,16 @@ def made(pattern: str, seed: int, **model: Any) -> tuple[Job, RunState]:
         optim=OptimizerConfig(lr=1e-2),
         training=TrainingConfig(train_iters=5, device="cpu", bf16=True, seed=seed),
     )
-    job = build_job(config, GROUPS, 61)
-    state = RunState(job.model, job.optimizer, GROUPS, config=to_dict(config), model_hash="")
-    state.refusals = SimpleNamespace(  # type: ignore[assignment]
-        for_resuming=lambda metadata: None,  # different models are loaded, too
-        for_fine_tuning=state.refusals.for_fine_tuning,
+    job = build_job(config, GROUPS, VOCAB_SIZE)
+    return job, RunState(
+        job.model, job.optimizer, GROUPS, AskedRun(config=config, vocab_size=VOCAB_SIZE)
     )
-    return job, state
+
+
+@pytest.fixture(autouse=True)
+def other_models_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(row for row in allowed_changes.TABLE if CheckpointUse.FINE_TUNE in row.uses)
+    monkeypatch.setattr(allowed_changes, "TABLE", rows)
 
 
 def loaded(pattern: str, folder: Path, **options: Any) -> tuple[Job, Any]:

@@ -9,7 +9,6 @@ import pytest
 from megatron_packed.checkpoint.errors import NoCheckpointError
 from megatron_packed.checkpoint.run_metadata import RunProgress
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.config.run import RunConfig
 from megatron_packed.training import evaluation
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
@@ -43,7 +42,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(flags: list[str], *more: str) -> ExitCode:
-    return train(RunConfig.from_args([*flags, *more]))
+    return train([*flags, *more])
 
 
 def kept(tmp_path: Path) -> list[int]:

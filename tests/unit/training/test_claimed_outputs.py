@@ -16,7 +16,6 @@ from megatron_packed.checkpoint.save import save_checkpoint
 from megatron_packed.config import launch_checks
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.training.claimed_outputs import refuse_other_runs
 from megatron_packed.training.from_python import train
@@ -42,7 +41,7 @@ def start(tmp_path: Path, monkeypatch) -> Train:
                 raise Killed
 
         words = f"{MODEL} --data-path documents.jsonl --seq-length 64 --lr 1e-2 {flags}".split()
-        return train(RunConfig.from_args([*words, "--train-iters", str(steps)]), callback)
+        return train([*words, "--train-iters", str(steps)], callback)
 
     return start
 

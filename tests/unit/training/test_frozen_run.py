@@ -1,14 +1,14 @@
 """Runs with ``--freeze-params``: what they print and save, and which resumes are refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.resume.allowed_changes import CheckpointRefusals
+from megatron_packed.config.run import RunConfig
+from megatron_packed.resume.allowed_changes import _frozen_refusal
+from megatron_packed.resume.compared_runs import AskedRun, Resumed
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.json_lines import write_texts
@@ -49,15 +49,18 @@ def test_a_resumed_run_keeps_its_list(flags, tmp_path, capsys):
 
 
 def test_the_refusal_names_the_list_of_the_checkpoint():
-    run = SimpleNamespace(config={"model": {"freeze_params": ["layers.0.*"]}})
-    stored = {"config": {"model": {"freeze_params": ["embedding.*"]}}}
-    refusal = CheckpointRefusals._frozen_refusal(run, stored)
+    def run(*patterns: str) -> AskedRun:
+        words = [*MODEL.split(), "--mock-data", "--lr", "1e-2", "--train-iters", "2"]
+        return AskedRun(config=RunConfig.from_args(words, freeze_params=patterns))
+
+    stored = Resumed({"config": {"model": {"freeze_params": ["embedding.*"]}}})
+    refusal = _frozen_refusal(run("layers.0.*"), stored)
+    assert refusal is not None
     assert "--freeze-params layers.0.*, was embedding.*; give --freeze-params" in refusal
     assert refusal.endswith("give --finetune to start a new run from these weights")
-    older = {"config": {"model": {}}}  # of a version without the option
-    assert "leave out --freeze-params to resume" in CheckpointRefusals._frozen_refusal(run, older)
-    run.config["model"]["freeze_params"] = []
-    assert CheckpointRefusals._frozen_refusal(run, older) is None
+    older = Resumed({"config": {"model": {}}})  # of a version without the option
+    assert "leave out --freeze-params to resume" in str(_frozen_refusal(run("layers.0.*"), older))
+    assert _frozen_refusal(run(), older) is None
 
 
 def test_a_pattern_without_a_match_is_refused_before_data_is_read(flags, tmp_path):

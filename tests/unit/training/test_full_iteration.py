@@ -18,7 +18,7 @@ from megatron_packed.cuda_graphs.fallback_reasons import ALL, GraphFallbackError
 from megatron_packed.cuda_graphs.slots import HostFactError
 from megatron_packed.cuda_graphs.whole_step_graphs import FullIterationGraphs, StaticMicroBatch
 from megatron_packed.packed.micro_batch import NO_LABEL, MicroBatch
-from megatron_packed.packed.shared_tables import NO_TABLES
+from megatron_packed.packed.params import NO_TABLES
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_graphs import audit_graphs, build_graphs, capture_graphs
 from support.stand_in import RecordingBackend
@@ -70,6 +70,12 @@ class Job:
 
 def captured(backend=None, **graphs):
     return Job(backend or RecordingBackend(), **graphs).capture()
+
+
+def audit(job, lengths=(20, 9, 3), *, deterministic=True):
+    return audit_graphs(
+        job.graphs, job.step, micro_batch(lengths), deterministic=deterministic, seed=1
+    )
 
 
 def assert_same_steps(found, expected, steps=STEPS, *, moved=False):
@@ -548,17 +554,10 @@ def test_an_audit_finds_nothing_and_changes_nothing():
     graphed.run([[9, 9]])
     graphed.job.buffers.zero_grad()
     before, counters = state_hash(graphed.job), repr(graphed.graphs.counters)
-    found = audit_graphs(
-        graphed.graphs, graphed.step, micro_batch([20, 9, 3]), deterministic=True, seed=1
-    )
-    assert (
-        found == "whole steps (micro-batch) replay what they compute (largest difference 0.0e+00)"
-    )
+    sentence = "whole steps (micro-batch) replay what they compute (largest difference 0.0e+00)"
+    assert audit(graphed) == sentence
     assert state_hash(graphed.job) == before and repr(graphed.graphs.counters) == counters
-    assert (
-        audit_graphs(graphed.graphs, graphed.step, micro_batch([1] * 9), deterministic=True, seed=1)
-        is None
-    )
+    assert audit(graphed, [1] * 9) is None
 
 
 def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
@@ -566,7 +565,7 @@ def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
     value.
     """
     graphed = captured()
-    slot, batch = graphed.graphs.slot, micro_batch([20, 9, 3])
+    slot = graphed.graphs.slot
     fill = slot.fill
 
     def without_scales(given, size):
@@ -575,12 +574,12 @@ def test_an_audit_finds_what_no_longer_comes_with_the_micro_batch():
         placed.scales.copy_(kept)
         return placed
 
-    graphed.step([batch], 1e-2)
+    graphed.run([[20, 9, 3]])
     slot.fill = without_scales
     with pytest.raises(
         AuditMismatchError, match="the replay of the micro-batch differs from its eager pass"
     ):
-        audit_graphs(graphed.graphs, graphed.step, batch, deterministic=True, seed=1)
+        audit(graphed)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -597,10 +596,4 @@ def test_an_audit_names_the_worst_parameter(deterministic):
     with pytest.raises(
         AuditMismatchError, match=r"gradients of layers\.2\.mixer\.fc1\.weight differ by"
     ):
-        audit_graphs(
-            graphed.graphs,
-            graphed.step,
-            micro_batch([20, 9, 3]),
-            deterministic=deterministic,
-            seed=1,
-        )
+        audit(graphed, deterministic=deterministic)

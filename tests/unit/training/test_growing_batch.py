@@ -31,7 +31,7 @@ def records(tmp_path: Path):
         place = str(tmp_path / folder)
         argv = [*MODEL.split(), "--data-path", str(data), "--save", place, "--load", place]
         argv += f"--lr 1e-2 --lr-warmup-samples 8 {words}".split()
-        assert train(RunConfig.from_args(argv), seen.append) is ExitCode.DONE
+        assert train(argv, seen.append) is ExitCode.DONE
         return [one for one in seen if "lm_loss" in one]
 
     return trained
@@ -42,13 +42,21 @@ def compared(records: list[dict]) -> list[tuple]:
     return [tuple(record[field] for field in fields) for record in records]
 
 
+def packs_of(records: list[dict], seq_length: int = 64) -> list[int]:
+    return [(one["real_tokens"] + one["padded_tokens"]) // seq_length for one in records]
+
+
+def check_growth(records: list[dict], seq_length: int = 64, begun: int = 0) -> None:
+    """Check the packs and the rates of the steps after the first ``begun`` ones."""
+    assert packs_of(records, seq_length) == PACKS[begun:]
+    before = np.cumsum([0, *PACKS])[begun:-1]
+    expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
+    assert [record["learning_rate"] for record in records] == pytest.approx(expected)
+
+
 def test_the_batch_grows_and_the_rate_counts_samples(records, capsys) -> None:
     whole = records("whole", f"{RAMP} --train-samples 33")
-    slots = [record["real_tokens"] + record["padded_tokens"] for record in whole]
-    assert [count // 64 for count in slots] == PACKS
-    before = np.cumsum([0, *PACKS])[:-1]
-    expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
-    assert [record["learning_rate"] for record in whole] == pytest.approx(expected)
+    check_growth(whole)
     assert "(grows from 2" in capsys.readouterr().out
     full = "--global-batch-size 6 --train-samples 33"
     constant = records("constant", full)
@@ -76,8 +84,7 @@ def test_growth_may_be_added_or_left_out_when_a_run_resumes(records) -> None:
     begun = "--global-batch-size 2 --train-samples 32"
     records("added", f"{begun} --exit-interval 2")
     added = records("added", f"{RAMP} --train-samples 32")
-    sizes = [(one["real_tokens"] + one["padded_tokens"]) // 64 for one in added]
-    assert sizes == [2, 4, 4, 6, 6, 6]
+    assert packs_of(added) == [2, 4, 4, 6, 6, 6]
     records("left", f"{RAMP} --train-samples 32 --exit-interval 4")
     left = records("left", "--global-batch-size 6 --train-samples 32")
     assert [one["iteration"] for one in left] == [5, 6, 7]
@@ -95,11 +102,7 @@ def test_a_phase_goes_on_with_the_growth(records, change: str) -> None:
         lives = [f"{longer} --exit-interval {stop}" for stop in stops]
         phases[folder] = [one for life in (*lives, longer) for one in records(folder, life)]
     phase = phases["whole"]
-    slots = [record["real_tokens"] + record["padded_tokens"] for record in phase]
-    assert [count // seq_length for count in slots] == PACKS[3:]
-    before = np.cumsum([0, *PACKS])[3:-1]
-    expected = [1e-2 * min(n / 8, 1 - (n - 8) / (33 - 8)) for n in before]
-    assert [record["learning_rate"] for record in phase] == pytest.approx(expected)
+    check_growth(phase, seq_length, begun=3)
     assert compared(phases["parts"]) == compared(phase)
     fresh = records("fresh", f"--global-batch-size 2 --train-samples 10 {change}")
     tokens = [sum(one["real_tokens"] for one in some) for some in (phase[:2], fresh[:4])]
@@ -112,18 +115,8 @@ def test_every_layout_trains_on_the_same_packs(tmp_path: Path) -> None:
     lengths = np.random.default_rng(3).integers(5, 40, 90)
     pieces = Pieces.cut(lengths, 64, "truncate")
     packer = Packer(slots=64, method="sequential")
-    config = RunConfig.from_args(
-        [
-            *MODEL.split(),
-            *RAMP.split(),
-            "--data-path",
-            str(data),
-            "--lr",
-            "1",
-            "--train-samples",
-            "50",
-        ]
-    )
+    words = f"{MODEL} {RAMP} --data-path {data} --lr 1 --train-samples 50"
+    config = RunConfig.from_args(words.split())
     ramp = config.packing.batch_ramp
     made = {"packer": packer, "packs_per_step": 6, "seed": 1}
     alone = PackPlan(pieces, lengths - 1, **made, ramp=ramp)

@@ -100,6 +100,15 @@ class GraphStreamsBackend(BorrowingBackend):
         return super().capture(one_graph)
 
 
+@pytest.fixture
+def backend(monkeypatch):
+    """Stand-in for capture whose streams also serve the offload."""
+    made = GraphStreamsBackend()
+    made.streams = GraphStreams()
+    monkeypatch.setattr(offload_module, "streams_of", lambda device: made.streams)
+    return made
+
+
 @pytest.mark.parametrize(
     ("impl", "memory"),
     [
@@ -112,15 +121,8 @@ class GraphStreamsBackend(BorrowingBackend):
 )
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_copies_begin_and_end_in_the_graph_that_they_are_in(
-    impl,
-    memory,
-    buffers,
-    eager_steps,
-    monkeypatch,
+    impl, memory, buffers, eager_steps, backend
 ):
-    backend = GraphStreamsBackend()
-    backend.streams = GraphStreams()
-    monkeypatch.setattr(offload_module, "streams_of", lambda device: backend.streams)
     run = Run(
         config_of(cuda_graph_impl=impl),
         dataclasses.replace(memory, offload_buffers=buffers),
@@ -135,18 +137,12 @@ def test_copies_begin_and_end_in_the_graph_that_they_are_in(
     # The reference kernels save tensors of different sizes for each pack. A replay of the stand-in
     # runs the kernels again, so offload may print more messages.
     assert memory is TRAVELLERS or said[1:] == []
-    assert (
-        audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
-        is not None
-    )
+    assert_audited(run)
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
-def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_steps, monkeypatch):
+def test_graphs_that_are_captured_again_copy_to_blocks_of_their_own(impl, eager_steps, backend):
     """A second capture frees the old graphs' blocks; blocks of eager runs go to the new graphs."""
-    backend = GraphStreamsBackend()
-    backend.streams = GraphStreams()
-    monkeypatch.setattr(offload_module, "streams_of", lambda device: backend.streams)
     run = Run(config_of(cuda_graph_impl=impl), EACH_INPUT, backend)
     pool = run.job.model.offload.pool
     first, num_bytes = set(pool._of_graphs), pool.num_bytes
@@ -185,6 +181,11 @@ def released(monkeypatch):
     monkeypatch.setattr(TorchModuleGraphs, "_release_input", releasing)
     monkeypatch.setattr(TorchModuleGraphs, "replay_forward", replaying)
     return found
+
+
+def assert_audited(run):
+    batch = micro_batch([20, 9, 3])
+    assert audit_graphs(run.graphs, run.job.step, batch, deterministic=True, seed=1) is not None
 
 
 def run_all(run, eager_steps):
@@ -230,10 +231,7 @@ def test_what_a_neighbour_should_have_copied_is_copied_where_it_did_not(eager_st
     run_all(run, eager_steps)
     assert not any(load is not None and load.replays for load in loads)
     run.job.buffers.zero_grad()
-    assert (
-        audit_graphs(run.graphs, run.job.step, micro_batch([20, 9, 3]), deterministic=True, seed=1)
-        is not None
-    )
+    assert_audited(run)
     assert all(load is None or load.replays for load in loads)
     before = loads[1].replays
     run.graphs.modules[2].forget()  # from now on this layer runs eagerly among replayed layers

@@ -37,7 +37,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 def records(flags: list[str], *more: str) -> list[dict]:
     seen: list[dict] = []
-    assert train(RunConfig.from_args([*flags, *more]), seen.append) is ExitCode.DONE
+    assert train([*flags, *more], seen.append) is ExitCode.DONE
     return seen
 
 
@@ -121,12 +121,12 @@ def test_prompts_that_cannot_be_used_end_the_run_before_training(
     ):
         prompts.write_text(text)
         with pytest.raises(DataError, match=said):
-            train(RunConfig.from_args([*flags, "--sample-prompts", str(prompts)]))
+            train([*flags, "--sample-prompts", str(prompts)])
     short = ["--valid-metric", "exact_match", "--sample-max-new-tokens", "2"]
     with pytest.raises(
         DataError, match="no validation conversation ends with an answer of at most 2"
     ):
-        train(RunConfig.from_args([*flags, *short]))
+        train([*flags, *short])
 
 
 def test_a_prompt_and_its_answer_fill_the_rotary_tables(flags: list[str], tmp_path: Path) -> None:

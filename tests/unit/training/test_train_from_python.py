@@ -58,9 +58,9 @@ def test_the_callback_receives_every_line_of_the_log(flags, tmp_path, capsys):
         seen.append((record["iteration"], record["lm_loss"]))
         record.clear()  # the record is a copy, so clearing it affects nothing else
 
-    assert train(RunConfig.from_args(flags), callback) is ExitCode.DONE
+    assert train(flags, callback) is ExitCode.DONE
     assert [iteration for iteration, _ in seen] == [1, 2, 3]
-    assert train(RunConfig.from_args([*flags, "--train-iters", "5"]), callback) is ExitCode.DONE
+    assert train([*flags, "--train-iters", "5"], callback) is ExitCode.DONE
     assert [iteration for iteration, _ in seen] == [1, 2, 3, 4, 5]
     assert "resuming from" in capsys.readouterr().out
     status = read_json(tmp_path / "run" / "STATUS.json")
@@ -90,13 +90,13 @@ def test_additional_values_and_logs_come_on_request(flags, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
     monkeypatch.setattr(launch_checks, "is_installed", lambda module: True)
     seen = []
-    train(RunConfig.from_args(flags), seen.append)
+    train(flags, seen.append)
     progress = tmp_path / "run" / "progress.txt"
     assert boards == {} and not progress.exists()
     assert not any("params_norm" in record or "num_zeros" in record for record in seen)
     more = ["--log-params-norm", "--log-num-zeros-in-grad", "--log-progress"]
     more += ["--tensorboard-dir", str(tmp_path / "board"), "--train-iters", "4"]
-    train(RunConfig.from_args([*flags, *more]), seen.append)
+    train([*flags, *more], seen.append)
     *_, last = seen
     model = TrainedModel.load(tmp_path / "run", device="cpu").model
     norm = torch.stack([weight.norm() for weight in model.parameters()]).norm().item()
@@ -112,7 +112,7 @@ def test_validations_call_the_callback_too(flags, tmp_path):
     seen = []
     more = ["--valid-data-path", str(tmp_path / "valid.jsonl"), "--eval-interval", "2"]
     (tmp_path / "valid.jsonl").write_text('{"text": "99 hello"}\n')
-    train(RunConfig.from_args([*flags, *more]), seen.append)
+    train([*flags, *more], seen.append)
     assert [record["iteration"] for record in seen if "valid_loss" in record] == [2, 3]
 
 
@@ -123,12 +123,12 @@ def test_an_error_ends_the_run_and_reaches_the_caller(flags, tmp_path, capsys):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        train(RunConfig.from_args(flags), callback)
+        train(flags, callback)
     status = read_json(tmp_path / "run" / "STATUS.json")
     assert status["exit_code"] == 1 and "KeyError in step" in status["reason"]
     [usable] = capsys.readouterr().err.splitlines()  # no traceback
     assert usable.startswith("40 of 40 lines of ")
-    assert train(RunConfig.from_args(flags)) is ExitCode.DONE
+    assert train(flags) is ExitCode.DONE
 
 
 def test_a_wrong_configuration_is_an_error_with_every_problem(flags):
@@ -140,7 +140,7 @@ def test_a_wrong_configuration_is_an_error_with_every_problem(flags):
 
 def test_a_trained_model_is_loaded_from_its_folder_alone(flags, tmp_path):
     """The checkpoint describes the model and the tokenizer, so the training data may be deleted."""
-    train(RunConfig.from_args([*flags, "--save-interval", "2"]))
+    train([*flags, "--save-interval", "2"])
     (tmp_path / "documents.jsonl").unlink()
     trained = TrainedModel.load(tmp_path / "run", device="cpu")
     assert not trained.model.training and trained.config.checkpoint.load == str(tmp_path / "run")
@@ -165,7 +165,7 @@ def test_a_conversation_model_answers_and_stops_at_the_end_of_the_turn(flags, tm
     data = tmp_path / "documents.jsonl"
     data.write_text("\n".join(lines))
     learn = "--lr 2e-2 --train-iters 60 --seq-length 256 --hidden-size 32"
-    train(RunConfig.from_args([*flags, "--sft", *learn.split()]))
+    train([*flags, "--sft", *learn.split()])
     trained = TrainedModel.load(tmp_path / "run")
     for thing, it in colours.items():
         [prompt], ends = encode_prompts(trained.config, trained.tokenizer, texts([f"{thing}?"]))
@@ -331,6 +331,6 @@ def test_arguments_of_another_type_are_refused(flags):
     with pytest.raises(TypeError, match="lr= cannot change a RunConfig; pass the words"):
         train(RunConfig.from_args(flags), lr=1e-3)
     with pytest.raises(TypeError, match="callback is 3; pass a function"):
-        train(RunConfig.from_args(flags), 3)
+        train(flags, 3)
     with pytest.raises(TypeError, match="argv is one text; pass a list of words"):
         RunConfig.from_args(" ".join(flags))

@@ -15,6 +15,13 @@ from support.process_pools import run_distributed
 from support.step_jobs import CONFIG, SLOTS, VOCAB, step_values
 
 
+def new_step(groups: ParallelGroups) -> TrainStep:
+    model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
+    layout = MetricsLayout.from_model(model, groups)
+    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
+    return TrainStep(model, buffers, Optimizer(buffers), groups)
+
+
 def one_step(
     groups: ParallelGroups, packs: list[list[list[int]]]
 ) -> tuple[StepValues, dict[str, torch.Tensor]]:
@@ -30,10 +37,7 @@ def one_step(
     count = max(1, sum(bool(pack) for of_rank in packs for pack in of_rank))
     main, later = (sum(max(n - ahead, 0) for n in lengths) for ahead in (1, 2))
     scales = (1 / main if main else 0.0, 1 / count, 1 / later if later else 0.0)
-    model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
-    layout = MetricsLayout.from_model(model, groups)
-    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
-    step = TrainStep(model, buffers, Optimizer(buffers), groups)
+    step = new_step(groups)
     vector = step(
         [MicroBatch.build(pack, SLOTS, scales=scales) for pack in drawn[groups.rank]], 1e-2
     )
@@ -41,7 +45,7 @@ def one_step(
     routed = sum(n + max(n - 1, 0) for n in lengths)
     assert step.numbers[vector.numel() :].sum() == routed * CONFIG.moe_router_topk
     return step_values(vector.tolist()), {
-        name: value.clone() for name, value in model.state_dict().items()
+        name: value.clone() for name, value in step.model.state_dict().items()
     }
 
 
@@ -88,16 +92,12 @@ def test_nothing_but_empty_packs() -> None:
 
 def test_a_rehearsal_leaves_the_outcome_of_the_last_update() -> None:
     """A capture runs held steps, and a callback still reads whether the real step was applied."""
-    groups = ParallelGroups.single()
-    model = HybridModel(CONFIG, vocab_size=VOCAB, max_positions=SLOTS, seed=1).train()
-    layout = MetricsLayout.from_model(model, groups)
-    buffers = FlatBuffers(model, extras=layout.extras, counters=layout.counters)
-    step = TrainStep(model, buffers, Optimizer(buffers), groups)
+    step = new_step(ParallelGroups.single())
     pack = MicroBatch.build([(np.arange(9), None)], SLOTS)
     step([pack], 1e-2)
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    weights = {name: weight.clone() for name, weight in step.model.state_dict().items()}
     with step.rehearsing():
         step.finish()
         assert step.optimizer.skipped == 1
     assert step.optimizer.skipped == 0
-    assert all(weight.equal(weights[name]) for name, weight in model.state_dict().items())
+    assert all(weight.equal(weights[name]) for name, weight in step.model.state_dict().items())

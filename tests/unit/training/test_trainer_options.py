@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,13 +156,21 @@ def test_a_run_begins_at_step_0_only_in_its_own_directory(flags: str, said: str 
         raise NoCheckpointError("none")
 
     lines: list[str] = []
-    state = SimpleNamespace(load=load)
-    if said is None:
-        with pytest.raises(NoCheckpointError):
-            restore(config_of(flags), state, lines.append, pytest.fail)  # type: ignore[arg-type]
-    else:
-        restore(config_of(flags), state, lines.append, pytest.fail)  # type: ignore[arg-type]
-        assert lines == [said]
+    with pytest.raises(NoCheckpointError) if said is None else nullcontext():
+        restore(config_of(flags), SimpleNamespace(load=load), lines.append, pytest.fail)  # type: ignore[arg-type]
+    assert lines == [said] * (said is not None)
+
+
+def warnings_of(flags: str, monkeypatch: pytest.MonkeyPatch, **loaded: Any) -> list[str]:
+    """Return the warnings of a run that restores a checkpoint."""
+    monkeypatch.setattr(restoring, "refusal_of_use", lambda use, run, metadata: None)
+    found = {"path": "a/step", "step": 0, "missing": [], "unused": [], "metadata": {}, **loaded}
+    state = SimpleNamespace(
+        load=lambda options: SimpleNamespace(**found), hashes=DataHashes(), run=None
+    )
+    warnings: list[str] = []
+    restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
+    return warnings
 
 
 @pytest.mark.parametrize(
@@ -176,11 +185,7 @@ def test_a_run_begins_at_step_0_only_in_its_own_directory(flags: str, said: str 
 def test_finetuning_in_the_folder_of_the_weights_is_a_warning(
     flags: str, step: int, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
-    loaded = SimpleNamespace(path="a/step", step=step, missing=[], unused=[], metadata={})
-    warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
-    restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
+    warnings = warnings_of(flags, monkeypatch, step=step)
     assert ["saves its step 4, it replaces a/step" in text for text in warnings] == [True] * warned
 
 
@@ -192,16 +197,12 @@ def test_random_states_of_ranks_that_a_run_has_not_are_no_warning(
     names: list[str], said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run on fewer processes does not use the random states of the others."""
-    monkeypatch.setattr(restoring, "model_refusal", lambda metadata, model: None)
-    loaded = SimpleNamespace(path="a", step=0, missing=names, unused=names, metadata={})
-    warnings: list[str] = []
-    state = SimpleNamespace(load=lambda options: loaded, hashes=DataHashes())
     flags = "--load a --finetune --dist-ckpt-strictness log_all"
-    restore(config_of(flags), state, lambda text: None, warnings.append)  # type: ignore[arg-type]
     expected = [
         "missing in the checkpoint, start values are kept: model/x",
         "in the checkpoint but unused: model/x",
     ]
+    warnings = warnings_of(flags, monkeypatch, missing=names, unused=names)
     assert warnings == (expected if said else [])
 
 

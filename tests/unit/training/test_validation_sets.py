@@ -33,7 +33,7 @@ def validations(tmp_path: Path):
         seen: list[dict] = []
         given = words.replace("FIRST", first).replace("SECOND", second)
         argv = [*MODEL.split(), "--train-data-path", data, *given.split()]
-        assert train(RunConfig.from_args(argv), seen.append) is ExitCode.DONE
+        assert train(argv, seen.append) is ExitCode.DONE
         return [one for one in seen if "valid_loss" in one or "test_loss" in one]
 
     return trained
@@ -99,7 +99,7 @@ def test_sets_of_a_divided_blend_have_the_names_of_its_paths(tmp_path: Path) -> 
         paths.append(write(tmp_path / str(number) / "text.jsonl", 20, number))
     seen: list[dict] = []
     words = [*MODEL.split(), "--split", "8,2", "--data-path", *paths, "--multiple-validation-sets"]
-    assert train(RunConfig.from_args(words), seen.append) is ExitCode.DONE
+    assert train(words, seen.append) is ExitCode.DONE
     [first, _] = [one for one in seen if "valid_loss" in one]
     assert {"valid_loss_text_0", "valid_loss_text_1"} < first.keys()
     assert first["valid_target_tokens"] == 4 * 6 + 4 * 12

@@ -1,6 +1,7 @@
 """Files that name data: the values that they give, and the problems that are reported."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,11 @@ from megatron_packed.config.parser.data_path_files import (
 )
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.sections.data import DataConfig
+from support.command_lines import problems_of
 
-LEAST = [
-    "--hybrid-layer-pattern",
-    "-",
-    "--hidden-size",
-    "8",
-    "--seq-length",
-    "8",
-    "--lr",
-    "1",
-    "--train-iters",
-    "1",
-]
+LEAST = shlex.split(
+    "--hybrid-layer-pattern - --hidden-size 8 --seq-length 8 --lr 1 --train-iters 1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +72,8 @@ def test_a_file_that_names_no_splits(content: str, fault: str) -> None:
     Path("splits").write_text(content)
     named = read_per_split_data_args("splits")
     assert fault in named.fault and named[:3] == ((), (), ())
+    (problem,) = problems_of([*LEAST, "--per-split-data-args-path", "splits"])
+    assert problem.option == "--per-split-data-args-path" and fault in problem.rule
 
 
 @pytest.mark.parametrize(
@@ -116,7 +111,11 @@ def test_what_a_file_names_is_used() -> None:
     run = parse([*LEAST, "--per-split-data-args-path", "splits", "--eval-interval", "1"])
     assert run.validates and run.tests and run.data.train_blend.weights == (0.75, 0.25)
     assert (run.data.valid_blend.paths, run.data.test_blend.paths) == (("c",), ("d",))
+    tested = parse([*LEAST, "--per-split-data-args-path", "splits"])
+    assert (tested.validates, tested.tests) == (False, True)
     assert not parse([*LEAST, "--per-split-data-args-path", "splits", "--eval-iters", "0"]).tests
+    Path("words").write_text("3 a\n1 b")
+    assert parse([*LEAST, "--data-args-path", "words"]).data.train_blend == run.data.train_blend
     assert parse([*LEAST, "--data-path", "a", "--split", "8,1,1"]).tests
     Path("splits").unlink()
     assert run.data.train_paths == (

@@ -310,6 +310,15 @@ def test_the_global_batch_size_follows_the_number_of_processes(right) -> None:
     assert config.packing.tokens_per_pack == 256
 
 
+def test_how_many_steps_samples_make_is_known_when_a_checkpoint_is_read(right) -> None:
+    """A profiled step beyond the 2 steps of --train-samples is accepted: a resumed run whose
+    earlier steps were smaller has more steps.
+    """
+    profiled = "--profile --use-pytorch-profiler"
+    argv = argv_of(right, f"~--train-iters --train-samples 8 --global-batch-size 4 {profiled}")
+    assert parse(argv).training.train_iters == 2
+
+
 def test_documents_fill_a_sample_and_text_is_split(right) -> None:
     """The default maximum length of a document is one sample, also in packs of several samples.
     Longer text is split, and conversations are shortened.
@@ -408,63 +417,6 @@ def test_data_may_be_blended_and_divided(right, tmp_path) -> None:
         is BlendedPaths.from_arguments(()).weights
         is None
     )  # as in Megatron, two paths have no weights
-
-
-def test_data_may_be_named_by_files(right, tmp_path) -> None:
-    """Data files are read as in Megatron: words with any white space, or a JSON object of lists or
-    texts.
-    """
-    del right["--data-path"]
-    (tmp_path / "corpus_text.idx").write_bytes(b"1")
-    (tmp_path / "words").write_text("0.3 train.jsonl\n0.1\tcorpus_text\n")
-    data = parse(
-        [*argv_of(right), "--data-args-path", "words", "--split", "8,1,1", "--eval-interval", "5"]
-    ).data
-    assert data.train_blend == BlendedPaths(
-        ("train.jsonl", "corpus_text"), (Fraction(3, 4), Fraction(1, 4))
-    )
-    (tmp_path / "splits").write_text(
-        '{"train": [0.3, "train.jsonl", "0.1", "corpus_text"], "test": "valid.jsonl"}'
-    )
-    run = parse([*argv_of(right), "--per-split-data-args-path", "splits"])
-    assert run.data.train_blend == data.train_blend and run.data.test_blend.paths == (
-        "valid.jsonl",
-    )
-    assert (run.validates, run.tests) == (False, True)
-    assert not parse(
-        [*argv_of(right), "--per-split-data-args-path", "splits", "--eval-iters", "0"]
-    ).tests
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "cannot be read: No such file"),
-        (b"\xff", "is not UTF-8 text"),
-        (b"{", "is not valid JSON"),
-        (b"[1]", "not contain a JSON object"),
-        (b'{"train": ["train.jsonl"], "validation": []}', "has the key 'validation'"),
-        (b"{}", "no training data"),
-        (b'{"train": [["1", "train.jsonl"]]}', "the data of 'train' as a list of words"),
-        (b'{"train": ["train.jsonl"], "valid": ["train.jsonl"]}', "cannot validate the model"),
-        (b'{"train": ["train.jsonl"], "test": "absent.jsonl"}', "does not exist"),
-        (
-            b'{"train": ["-1", "train.jsonl", "1", "valid.jsonl"]}',
-            "the weight -1 must be more than 0",
-        ),
-    ],
-)
-def test_files_that_name_data_wrongly(right, tmp_path, text, said) -> None:
-    del right["--data-path"]
-    if text is not None:
-        (tmp_path / "splits").write_bytes(text)
-    found = problems([*argv_of(right), "--per-split-data-args-path", "splits"])
-    assert (
-        list(found) == ["--per-split-data-args-path"]
-        and said in found["--per-split-data-args-path"]
-    )
-    if text is None or text == b"\xff":
-        assert said in problems([*argv_of(right), "--data-args-path", "splits"])["--data-args-path"]
 
 
 def test_data_that_cannot_be_cached_beside_itself_needs_a_cache_path(

@@ -4,6 +4,7 @@ answers.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,17 +24,7 @@ finally:
     print("imported:", sorted({"torch", "numpy", "transformers"} & set(sys.modules)), file=sys.stderr)
 print("ran", config.model.num_layers)
 """
-WRONG = [
-    "--hidden-size",
-    "0",
-    "--lr",
-    "abc",
-    "--data-path",
-    "absent.jsonl",
-    "--fp16",
-    "--sequence-lenght",
-    "5",
-]
+WRONG = shlex.split("--hidden-size 0 --lr abc --data-path absent.jsonl --fp16 --sequence-lenght 5")
 
 
 def start(
@@ -124,27 +115,3 @@ def test_version_and_printed_configuration(right, tmp_path) -> None:
     assert re.search(r"^  bf16: true +# flag --bf16$", done.stdout, re.MULTILINE)
     assert "--is-hybrid-model: every model is a hybrid stack" in done.stdout
     assert start(["--print-config"], tmp_path).returncode == 2
-
-
-def test_help_is_grouped_complete_and_as_wide_as_the_terminal(tmp_path) -> None:
-    """The help fits a narrow terminal too; `test_help.py` checks the usual widths."""
-    done = start(["--bogus", "--help-all"], tmp_path, COLUMNS="60")
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("  --")) <= 60
-    from megatron_packed.config.parser.command_line import META_FLAGS, every_field
-
-    flags = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert flags[: len(META_FLAGS)] == list(META_FLAGS)
-    assert sorted(flags[len(META_FLAGS) :]) == sorted(field.flag for field in every_field())
-    for title in (
-        "General",
-        "Model: Mamba-2",
-        "Batches and packing",
-        "Training: kernels",
-        "Checkpoints",
-    ):
-        assert title in lines
-    text = " ".join(done.stdout.split())
-    assert "[4096 documents]" in text
-    assert "[required; tokens]" in text

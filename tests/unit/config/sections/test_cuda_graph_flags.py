@@ -134,7 +134,6 @@ def test_help_shows_words_and_what_a_bare_flag_means() -> None:
         "The flag without a value means 50. [auto; documents; also --thd-max-packed-sequences]"
         in text
     )
-    assert "deprecated: --enable-cuda-graph" in text
 
 
 def test_without_a_gpu_it_says_why_it_runs_eagerly(right) -> None:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from megatron_packed.config.parser.help_text import help_text
 from megatron_packed.config.parser.parse import parse_with_sources
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.config.serialise import from_dict, to_dict
@@ -74,11 +73,3 @@ def test_with_graphs_groups_of_one_layer_and_parts_of_layers(right) -> None:
     ).modules == ("mamba", "mlp")
     whole = "--cuda-graph-impl full_iteration"
     assert memory(right, f"{whole} {layers} 2 --recompute-method uniform").layers_per_unit == 2
-
-
-def test_help() -> None:
-    text = " ".join(help_text(100, everything=True).split())
-    assert (
-        "--recompute-granularity full|selective" in text
-        and "deprecated: --recompute-activations" in text
-    )

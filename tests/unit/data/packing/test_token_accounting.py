@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_packed.data.packing.pieces import TargetCounts, cut_documents, targets_of_depths
+from megatron_packed.data.packing.pieces import cut_documents, targets_of_depths
 
 
 @dataclass
@@ -48,28 +48,27 @@ PROMPT_AND_ANSWER = np.array([0] * 10 + [1] * 3)
 @pytest.mark.parametrize(
     ("policy", "longest", "expected"),
     [
-        ("truncate", 11, {"kept": 1, "truncated": 2, "split": 0, "dropped": 0, "none": 0}),
-        ("truncate", 10, {"kept": 0, "truncated": 3, "split": 0, "dropped": 0, "none": 1}),
-        (
-            "split",
-            10,
-            {"kept": 2, "truncated": 0, "split": 1, "dropped": 0, "none": 0},
-        ),  # the second piece begins with a target
-        ("split", 9, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
-        ("drop", 12, {"kept": 0, "truncated": 0, "split": 0, "dropped": 3, "none": 1}),
-        ("error", 13, {"kept": 3, "truncated": 0, "split": 0, "dropped": 0, "none": 0}),
+        # kept, truncated, split and dropped targets, and documents without a target
+        ("truncate", 11, (1, 2, 0, 0, 0)),
+        ("truncate", 10, (0, 3, 0, 0, 1)),
+        ("split", 10, (2, 0, 1, 0, 0)),  # the second piece begins with a target
+        ("split", 9, (3, 0, 0, 0, 0)),
+        ("drop", 12, (0, 0, 0, 3, 1)),
+        ("error", 13, (3, 0, 0, 0, 0)),
     ],
 )
 def test_targets_of_one_document(policy, longest, expected):
-    none = expected.pop("none")
-    pieces, targets = cut_documents(
-        Masks([PROMPT_AND_ANSWER]), longest, policy, only_with_targets=False
+    masks = Masks([PROMPT_AND_ANSWER])
+    pieces, targets = cut_documents(masks, longest, policy, only_with_targets=False)
+    found = pieces.targets
+    assert (found.documents_in, found.targets_in, targets.sum()) == (1, 3, expected[0])
+    assert expected == (
+        found.targets_kept,
+        found.targets_truncated,
+        found.targets_split,
+        found.targets_dropped,
+        found.documents_without_targets,
     )
-    named = {f"targets_{name}": number for name, number in expected.items()}
-    assert pieces.targets == TargetCounts(
-        documents_in=1, targets_in=3, documents_without_targets=none, **named
-    )
-    assert targets.sum() == expected["kept"]
 
 
 @pytest.mark.parametrize("only_with_targets", [False, True])

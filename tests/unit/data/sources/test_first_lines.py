@@ -8,11 +8,8 @@ import pytest
 from megatron_packed.config.data_fields import DataFields, pairs_of
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources import first_lines, tokenized_dataset
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
-from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from support.data_helpers import open_lines
+from support.data_helpers import open_files, open_lines
 from support.json_lines import read_lines
 from support.messages import assistant, user
 
@@ -68,15 +65,7 @@ def test_the_first_lines_of_a_large_file_decide_only_if_most_are_bad(tmp_path, m
     large, small = tmp_path / "0.jsonl", tmp_path / "1.jsonl"
     large.write_text((GOOD + "\n") * 200)
     small.write_text("{\n" * 10)
-    tokenizer = ByteTokenizer()
-    dataset = open_dataset(
-        [large, small],
-        tokenizer,
-        TemplateFormat(None, tokenizer),
-        sft=True,
-        max_bad_fraction=0.05,
-        show=False,
-    )
+    dataset = open_files([large, small], max_bad_fraction=0.05)
     assert (len(dataset), dataset.report.num_bad) == (200, 10)
 
 
@@ -150,15 +139,8 @@ def test_a_file_of_mostly_empty_answers_is_a_warning_each_time(tmp_path, capsys)
 def test_one_file_of_empty_answers_is_an_error_beside_good_files(tmp_path, no_encoding):
     (tmp_path / "0.jsonl").write_text(GOOD)
     (tmp_path / "1.jsonl").write_text(EMPTY + "\n" + EMPTY)
-    tokenizer = ByteTokenizer()
     with pytest.raises(DataError, match=r"1\.jsonl has nothing to learn: all of its 2 lines"):
-        open_dataset(
-            [tmp_path / "0.jsonl", tmp_path / "1.jsonl"],
-            tokenizer,
-            TemplateFormat(None, tokenizer),
-            sft=True,
-            show=False,
-        )
+        open_files([tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import json
 import lzma
 import random
 import subprocess
-import tracemalloc
 
 import pytest
 
@@ -14,7 +13,7 @@ from megatron_packed.data.sources.json_objects import check_no_wrapped_list
 from megatron_packed.data.sources.jsonl_lines import LineReader
 from megatron_packed.data.sources.line_schema import FIELDS, object_of_line
 from megatron_packed.data.sources.source_files import reader_of
-from support.data_helpers import open_lines
+from support.data_helpers import open_lines, with_peak
 
 ELEMENTS = [
     {"text": 'quotes \\" " and \\ '},
@@ -117,10 +116,7 @@ def test_a_long_element_is_skipped_in_bounded_memory(tmp_path):
     path = tmp_path / "a.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'[{"a": 1}, {"text": "' + b'x\\"' * (16 * 2**20) + b'"}, {"a": 2}]')
-    tracemalloc.start()
-    found = elements(path, max_line_bytes=2**20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found, peak = with_peak(elements, path, max_line_bytes=2**20)
     assert [(number, reason) for number, _, reason in found] == [
         (1, None),
         (2, "line_too_long"),

@@ -11,10 +11,8 @@ from collections import Counter
 import pytest
 
 from megatron_packed.data.errors import EMPTY, DataError
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.data.tokenizers.chat_format import TemplateFormat
-from support.data_helpers import open_lines
+from support.data_helpers import open_files, open_lines
 from support.json_lines import read_lines
 
 MAX_LINE = 2**15
@@ -229,17 +227,12 @@ def test_ten_thousand_hostile_lines(tmp_path):
         else:  # the gzip stream lacks its trailer after the last line
             path.write_bytes(gzip.compress(content)[:-8])
             expected["corrupt_stream"] += 1
-    tokenizer = ByteTokenizer()
-    dataset = open_dataset(
+    dataset = open_files(
         files,
-        tokenizer,
-        TemplateFormat(None, tokenizer),
-        sft=True,
         cache_root=tmp_path / "cache",
         max_bad_fraction=1.0,
         max_line_bytes=MAX_LINE,
         num_threads=2,
-        show=False,
     )
     report = dataset.report
     assert (report.lines, report.good, report.blank) == (
@@ -259,7 +252,7 @@ def test_ten_thousand_hostile_lines(tmp_path):
     )
     for number, text in enumerate(trained):
         tokens, targets = dataset.document(number)
-        assert tokenizer.decode(tokens[targets == 1]) in (text, text[1:]), (
+        assert ByteTokenizer().decode(tokens[targets == 1]) in (text, text[1:]), (
             number
         )  # the first token of a document is never a target
     # the quarantine file lists each bad line once, in order, in plain ASCII
@@ -284,16 +277,7 @@ def test_random_damage_to_good_lines_never_crashes(tmp_path):
         lines.append(bytes(line))
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
-    tokenizer = ByteTokenizer()
-    dataset = open_dataset(
-        [path],
-        tokenizer,
-        TemplateFormat(None, tokenizer),
-        sft=True,
-        max_bad_fraction=1.0,
-        show=False,
-    )
-    report = dataset.report
+    report = open_files([path], max_bad_fraction=1.0).report
     assert report.lines == 3000 == report.good + report.blank + report.num_empty + report.num_bad
     assert report.num_bad > 1000
 

@@ -5,7 +5,6 @@ import gzip
 import lzma
 import os
 import random
-import tracemalloc
 import zipfile
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.jsonl_lines import LineReader
 from megatron_packed.data.sources.source_files import expand_paths, file_identity
+from support.data_helpers import with_peak
 
 
 def read(path, **options):
@@ -84,10 +84,7 @@ def test_a_long_line_is_skipped_in_bounded_memory(tmp_path):
     path = tmp_path / "a.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"before\n" + bytes(64 * 2**20).replace(b"\0", b"x") + b"\nafter\n")
-    tracemalloc.start()
-    lines = read(path, max_line_bytes=2**20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    lines, peak = with_peak(read, path, max_line_bytes=2**20)
     assert [(number, reason) for number, _, reason in lines] == [
         (1, None),
         (2, "line_too_long"),
@@ -219,10 +216,8 @@ def test_every_compression_gives_the_same_lines_and_reports_damage(name, tmp_pat
 def test_a_file_of_zeros_after_its_magic_expands_in_bounded_memory(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(lzma.compress(b"before\n" + bytes(64 * 2**20) + b"\nafter", preset=0))
-    tracemalloc.start()
-    reasons = [reason for _, _, reason in read(path, max_line_bytes=2**20)]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    lines, peak = with_peak(read, path, max_line_bytes=2**20)
+    reasons = [reason for _, _, reason in lines]
     assert reasons == [None, "line_too_long", None] and peak < 8 * 2**20
 
 

@@ -11,7 +11,7 @@ from megatron_packed.data.sources.line_schema import (
     Text,
     parse_line,
 )
-from support.data_helpers import samples_of
+from support.data_helpers import refused, samples_of
 from support.messages import assistant, system, user
 
 USER, ASSISTANT = user("q"), assistant("a")
@@ -57,9 +57,8 @@ def test_paths(field: dict, path: str, answer: str) -> None:
 )
 def test_a_line_without_a_usable_field(field: dict, reason: str) -> None:
     """A missing answer is an empty answer; a missing prompt makes the line unusable."""
-    with pytest.raises(BadLine) as caught:
+    with refused(reason):
         parsed({"q": "why", **field}, "prompt=q,completion=a")
-    assert caught.value.reason == reason
 
 
 def test_every_schema_can_have_other_names() -> None:
@@ -329,9 +328,8 @@ def test_each_element_of_a_list_makes_a_document() -> None:
 )
 def test_one_bad_element_makes_the_line_bad(questions: object, reason: str) -> None:
     """An empty list is no line without documents: that would be lost without a reason."""
-    with pytest.raises(BadLine) as caught:
+    with refused(reason):
         parsed({"questions": questions}, "instruction=questions[*].q,output=questions[*].a")
-    assert caught.value.reason == reason
 
 
 def test_a_question_without_answers_has_an_empty_answer() -> None:
@@ -352,6 +350,5 @@ def test_accepted_answers_are_learned(label: object) -> None:
 )
 def test_other_labels_leave_the_line_out(label: object, reason: str) -> None:
     for fields in ("prompt=p,completion=c", "instruction=p,output=c", "messages=m"):
-        with pytest.raises(BadLine) as caught:
+        with refused(reason):
             parsed({"p": "q", "c": "a", "m": [ASSISTANT], "ok": label}, f"{fields},label=ok")
-        assert caught.value.reason == reason

@@ -1,16 +1,14 @@
 """Test that the memory of tokenising and indexing does not grow with the size of the file."""
 
 import json
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
 from megatron_packed.data.sources import tokenize_files as build
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
-from megatron_packed.data.tokenizers.chat_format import TemplateFormat
+from support.data_helpers import open_files, with_peak
 
 MIB = 2**20
 GROWTH = 2 * MIB
@@ -21,9 +19,7 @@ The tokens and target marks of these lines take 60 MiB.
 
 
 def tokenise(file: Path, threads: int = 1) -> None:
-    tokenizer = ByteTokenizer()
-    chat = TemplateFormat(None, tokenizer)
-    dataset = open_dataset([file], tokenizer, chat, sft=False, num_threads=threads, show=False)
+    dataset = open_files([file], sft=False, num_threads=threads)
     for index in range(len(dataset)):  # reads views of a memory map, as loaders do
         dataset.document(index)
 
@@ -49,8 +45,5 @@ def test_peak_memory_does_not_grow_with_the_file(command, tmp_path, monkeypatch)
         with file.open("w") as lines:
             for number in range(16 * mebibytes):
                 lines.write(json.dumps({"text": f"{number} " + "a" * 2**16}) + "\n")
-        tracemalloc.start()
-        command(file)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        peaks.append(with_peak(command, file)[1])
     assert peaks[1] < peaks[0] + GROWTH, [f"{peak / MIB:.1f} MiB" for peak in peaks]

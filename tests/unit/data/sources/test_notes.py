@@ -6,11 +6,10 @@ import pytest
 
 from megatron_packed.data.errors import NOTES, DataError, note_lines
 from megatron_packed.data.sources.line_schema import Text, TokenSequence, parse_line
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import TemplateFormat
 from megatron_packed.data.tokenizers.encode import SampleEncoder
-from support.data_helpers import byte_level, marked, open_lines, save_tokenizer
+from support.data_helpers import byte_level, marked, open_files, open_lines, save_tokenizer
 from support.messages import assistant, user
 
 BYTES = ByteTokenizer()
@@ -29,8 +28,8 @@ def line(*answers: str, **more: object) -> str:
 def open_with(tmp_path, lines: list[str], chat, sft: bool = True, **options):
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(lines))
-    options = {"show": False, "cache_root": tmp_path / "cache", "num_threads": 1, **options}
-    return open_dataset([file], BYTES, chat, sft=sft, **options)
+    options = {"cache_root": tmp_path / "cache", "num_threads": 1, **options}
+    return open_files([file], chat=chat, sft=sft, **options)
 
 
 def test_names_stand_in_the_order_of_their_counts() -> None:

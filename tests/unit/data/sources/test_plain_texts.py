@@ -2,16 +2,14 @@
 
 import gzip
 import json
-import tracemalloc
 
 import pytest
 
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources.line_schema import FIELDS
 from megatron_packed.data.sources.source_files import expand_paths, reader_of
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
-from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat
+from support.data_helpers import open_files, with_peak
 
 
 def read(path, max_line_bytes=2**20):
@@ -19,9 +17,7 @@ def read(path, max_line_bytes=2**20):
 
 
 def opened(paths, cache, **options):
-    return open_dataset(
-        paths, ByteTokenizer(), IdentityFormat(), sft=False, cache_root=cache, show=False, **options
-    )
+    return open_files(paths, chat=IdentityFormat(), sft=False, cache_root=cache, **options)
 
 
 def test_a_folder_of_texts_has_one_document_for_each_file(tmp_path):
@@ -114,8 +110,5 @@ def test_a_long_text_is_skipped_in_bounded_memory(tmp_path):
     path = tmp_path / "a.txt.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"word " * (12 * 2**20))
-    tracemalloc.start()
-    [line] = read(path, 2**20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    [line], peak = with_peak(read, path, 2**20)
     assert line.reason == "line_too_long" and len(line.data) == 1024 and peak < 8 * 2**20

@@ -18,10 +18,9 @@ from megatron_packed.data.index.preprocess import PreprocessOptions, preprocess
 from megatron_packed.data.sources.line_schema import FIELDS, parse_line
 from megatron_packed.data.sources.source_files import expand_paths
 from megatron_packed.data.sources.table_rows import RowReader
-from megatron_packed.data.sources.tokenized_dataset import open_dataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import IdentityFormat
-from support.data_helpers import conversation
+from support.data_helpers import conversation, open_files
 from support.json_lines import read_lines, write_lines
 from support.messages import assistant, user
 
@@ -67,9 +66,7 @@ def write(pa, path, rows, kind, **options):
 
 
 def opened(path, cache, sft=True, **options):
-    return open_dataset(
-        [path], ByteTokenizer(), IdentityFormat(), sft=sft, cache_root=cache, show=False, **options
-    )
+    return open_files([path], chat=IdentityFormat(), sft=sft, cache_root=cache, **options)
 
 
 @pytest.mark.shows("Data", lambda kind: "Parquet" if kind == "parquet" else "Hugging Face data set")

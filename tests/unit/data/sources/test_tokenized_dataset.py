@@ -18,14 +18,13 @@ import pytest
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES, EARLIER_RULES
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.sources import checked_arrays as arrays
-from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset, open_dataset
+from megatron_packed.data.sources.tokenized_dataset import TokenizedDataset
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.chat_format import (
     IdentityFormat,
-    TemplateFormat,
     chat_format,
 )
-from support.data_helpers import byte_level, conversation, open_lines, save_tokenizer
+from support.data_helpers import byte_level, conversation, open_files, open_lines, save_tokenizer
 
 TEXTS = ["abc", "é", "a longer document with more than sixteen tokens", "x" * 300]
 LINES = [json.dumps({"text": text}) for text in TEXTS]
@@ -107,18 +106,14 @@ def test_the_same_data_is_tokenised_once_and_other_options_again(tmp_path, monke
     assert open_lines(tmp_path, LINES, sft=False).key == first.key
     moved = tmp_path / "moved.jsonl"
     shutil.copy(tmp_path / "data.jsonl", moved)
-    chat = TemplateFormat(None, ByteTokenizer())
-    again = open_dataset(
-        [moved], ByteTokenizer(), chat, sft=False, cache_root=tmp_path / "cache", show=False
-    )
+    options = {"sft": False, "cache_root": tmp_path / "cache"}
+    again = open_files([moved], **options)
     assert again.key == first.key
     monkeypatch.undo()
     keys = {
         first.key,
         open_lines(tmp_path, LINES, sft=False, max_line_bytes=100).key,
-        open_dataset(
-            [moved], ByteTokenizer(), IdentityFormat(), sft=False, cache_root=tmp_path / "cache"
-        ).key,
+        open_files([moved], chat=IdentityFormat(), **options).key,
         open_lines(tmp_path, [*LINES, LINES[0]], sft=False).key,
     }
     assert len(keys) == len(built_once(tmp_path)) == 4
@@ -166,17 +161,8 @@ def _open_in_process(tmp_path, barrier, results):
     module.build_arrays = counted
     barrier.wait()
     try:
-        chat = TemplateFormat(None, ByteTokenizer())
-        dataset = open_dataset(
-            [tmp_path / "data.jsonl"],
-            ByteTokenizer(),
-            chat,
-            sft=False,
-            cache_root=tmp_path / "cache",
-            num_threads=1,
-            max_bad_fraction=0.5,
-            show=False,
-        )
+        cache = {"cache_root": tmp_path / "cache", "max_bad_fraction": 0.5}
+        dataset = open_files([tmp_path / "data.jsonl"], sft=False, num_threads=1, **cache)
         dataset.verify()
         results.put(("ok", dataset.key, int(dataset.lengths.sum())))
     except DataError as error:
@@ -274,15 +260,8 @@ def test_a_killed_writer_leaves_nothing_harmful(tmp_path, kill_at):
     writer.stdout.close()
     left = [name for name in os.listdir(root) if ".tmp-" in name]
     assert len(left) == (2 if kill_at == "quarantine" else 1)
-    dataset = open_dataset(
-        [path],
-        ByteTokenizer(),
-        IdentityFormat(),
-        sft=False,
-        cache_root=root,
-        max_bad_fraction=0.5,
-        show=False,
-    )
+    options = {"sft": False, "cache_root": root, "max_bad_fraction": 0.5}
+    dataset = open_files([path], chat=IdentityFormat(), **options)
     dataset.verify()
     assert dataset.lengths.sum() == sum(len(text.encode()) + 1 for text in TEXTS)
     assert not [name for name in os.listdir(root) if ".tmp-" in name]

@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_schema import parse_line
-from support.data_helpers import samples_of
+from support.data_helpers import refused, samples_of
 from support.messages import assistant, tool, user
 
 USER, ANSWER = user("q"), assistant("a")
@@ -92,9 +91,8 @@ def test_tools_have_one_form_in_every_schema(schema):
     ],
 )
 def test_bad_tools_have_a_place(tools, detail):
-    with pytest.raises(BadLine) as caught:
+    with refused("wrong_type", detail):
         parsed(tools=tools)
-    assert caught.value.reason == "wrong_type" and detail in caught.value.detail
 
 
 def test_no_calls_and_null_keys_of_messages_are_dropped():
@@ -160,9 +158,8 @@ def test_a_turn_that_calls_a_function(value, calls):
     ],
 )
 def test_a_bad_call_is_refused_with_its_place(value, detail):
-    with pytest.raises(BadLine) as caught:
+    with refused("wrong_type", detail):
         parsed(messages=[{"from": "function_call", "value": value}])
-    assert caught.value.reason == "wrong_type" and detail in caught.value.detail
 
 
 def test_the_field_for_a_call_before_there_were_tool_calls():

@@ -68,6 +68,13 @@ def write(folder, config=None, given=None, added=None, made=None):
 
 
 END, OWN = {"eos_token": "</s>"}, {"</s>": (257, "special"), "<|im_end|>": (258, "special")}
+
+
+def with_decoder(tokens):
+    """Return a tokenizer_config.json whose added_tokens_decoder has these tokens."""
+    return {"config": {**END, "added_tokens_decoder": tokens}}
+
+
 FOLDERS = {
     "a list of extra tokens": (
         {"config": {**END, "extra_special_tokens": ["<extra>", "</extra>"]}},
@@ -96,15 +103,12 @@ FOLDERS = {
         END,
     ),
     "all flags of added_tokens_decoder": (
-        {
-            "config": {
-                **END,
-                "added_tokens_decoder": {
-                    "260": flagged("</extra>", "normalized single_word"),
-                    "259": flagged("<extra>", "special lstrip rstrip"),
-                },
+        with_decoder(
+            {
+                "260": flagged("</extra>", "normalized single_word"),
+                "259": flagged("<extra>", "special lstrip rstrip"),
             }
-        },
+        ),
         {
             **OWN,
             "<extra>": (259, "special lstrip rstrip"),
@@ -113,25 +117,17 @@ FOLDERS = {
         END,
     ),
     "numbers with holes are closed": (
-        {
-            "config": {
-                **END,
-                "added_tokens_decoder": {"400": flagged("<b>"), "300": flagged("<a>", "")},
-            }
-        },
+        with_decoder({"400": flagged("<b>"), "300": flagged("<a>", "")}),
         {**OWN, "<a>": (259, ""), "<b>": (260, "special")},
         END,
     ),
     "added_tokens_decoder changes flags, not numbers": (
-        {
-            "config": {
-                **END,
-                "added_tokens_decoder": {
-                    "7": flagged("</s>", "special normalized"),
-                    "258": flagged("<|im_end|>", "special rstrip"),
-                },
+        with_decoder(
+            {
+                "7": flagged("</s>", "special normalized"),
+                "258": flagged("<|im_end|>", "special rstrip"),
             }
-        },
+        ),
         {"</s>": (257, "special normalized"), "<|im_end|>": (258, "special rstrip")},
         END,
     ),
@@ -330,7 +326,7 @@ REFUSED = {
         r"added_tokens.json gives the number 259 to '<b>', but the token 259 is '<a>'; correct the",
     ),
     "number of another token": (
-        {"config": {**END, "added_tokens_decoder": {"258": flagged("<a>")}}},
+        with_decoder({"258": flagged("<a>")}),
         r"_config.json gives the number 258 to '<a>', but the token 258 is '<\|im_end\|>'; correct the",
     ),
     "number of another added token": (

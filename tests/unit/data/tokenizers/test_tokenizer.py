@@ -225,11 +225,15 @@ def test_a_vocabulary_trained_on_the_data_is_the_same_every_time(tmp_path):
         train_bpe([path], 300, tmp_path / "one")
 
 
+def gpt2(folder):
+    return HuggingFaceTokenizer.gpt2(folder / "vocab.json", folder / "merges.txt")
+
+
 @pytest.mark.shows("Tokenizer", "GPT-2's two files")
 def test_gpt2_from_its_two_files(tmp_path):
     engine = byte_level(["<|endoftext|>"])
     engine.model.save(str(tmp_path))
-    ours = HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    ours = gpt2(tmp_path)
     whole = save_tokenizer(tmp_path / "whole", engine, eos_token="<|endoftext|>")
     text = "Hello there,  how are\n\nyou? <|endoftext|> é😀"
     assert ours.encode(text).tolist() == whole.encode(text).tolist()
@@ -246,10 +250,10 @@ def test_gpt2_from_its_two_files(tmp_path):
     )
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     with pytest.raises(DataError, match="are not a vocabulary and merges of GPT-2"):
-        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        gpt2(tmp_path)
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(DataError, match="which is not in the vocabulary"):
-        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        gpt2(tmp_path)
 
 
 def test_merges_of_gpt2_that_are_cut_off(tmp_path):
@@ -259,14 +263,14 @@ def test_merges_of_gpt2_that_are_cut_off(tmp_path):
     """
     engine = byte_level(["<|endoftext|>", *(f"<{n}>" for n in range(99))])
     engine.model.save(str(tmp_path))
-    HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    gpt2(tmp_path)
     merges = (tmp_path / "merges.txt").read_text().splitlines()
     (tmp_path / "merges.txt").write_text("\n".join(merges[:-1]))
     with pytest.raises(
         DataError,
         match=r"101 of the 400 .* not the result of any of the .* merges of .* are cut off",
     ):
-        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        gpt2(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def test_numbers_of_gpt2_that_are_none(tmp_path, number, part):
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "zz": number}))
     with pytest.raises(DataError, match=rf"vocab\.json gives {part}.* to an entry"):
-        HuggingFaceTokenizer.gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        gpt2(tmp_path)
 
 
 def test_data_without_a_usable_line_says_why(tmp_path):

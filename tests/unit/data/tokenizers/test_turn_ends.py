@@ -213,7 +213,6 @@ def test_an_answer_ends_once(family, tmp_path, engine):
     assert answer_ends(tokenizer) == {tokenizer.eod_id}
     warned = [line for line in chat.sentences() if "leave out <|im_end|>" in line]
     assert bool(warned) == (family == "text in the block")
-    chat.close()
 
 
 def test_tokenizers_without_a_template_use_chatml():
@@ -264,7 +263,6 @@ def test_other_ends_than_that_of_a_plain_answer(tmp_path, engine):
         assert answer_ends(tokenizer, chat) == {tokenizer.special_tokens["<|end|>"], 0}
         ends = document.ids == tokenizer.special_tokens["<|end|>"]
         assert ends.sum() == (assistant is block or answer is forged)
-        chat.close()
 
 
 def test_a_special_token_that_includes_white_space_next_to_it(tmp_path):
@@ -284,7 +282,6 @@ def test_a_special_token_that_includes_white_space_next_to_it(tmp_path):
     assert document.targets[document.ids == end].tolist() == [0, 1, 0, 1]
     trained = tokenizer.decode(document.ids[document.targets == 1])
     assert trained.replace(" ", "") == "a<|end|>b<|end|>"
-    chat.close()
 
 
 def test_answers_that_are_printed_otherwise_later_have_documents_of_their_own(tmp_path, engine):
@@ -299,7 +296,6 @@ def test_answers_that_are_printed_otherwise_later_have_documents_of_their_own(tm
         "<|user|>q[a!</s>]",
         "<|user|>qa?<|user|>r[b!</s>]",
     ]
-    chat.close()
 
 
 @pytest.mark.parametrize("name", FORMATS_BY_NAME)
@@ -312,7 +308,6 @@ def test_megatrons_formats_stop_at_their_own_end(name, tmp_path):
     more = {3} if name == "nemotron-nano-v2" else set()
     assert answer_ends(tokenizer, chat) == {0} | more
     assert chat.ends_documents and not chat.ends_turns
-    chat.close()
 
 
 def test_a_range_that_repeats_the_end_of_the_turn_ends_at_the_first_one() -> None:
@@ -334,7 +329,6 @@ def test_blocks_after_another_prompt_than_the_served_one_are_reported(
     chat = chat_format(tokenizer_of(tmp_path, engine, "</s>", source))
     found = [line for line in chat.sentences() if "differs from the prompt" in line]
     assert len(found) == said_so
-    chat.close()
 
 
 def test_a_template_that_asks_for_a_date_is_reported_until_it_gets_one(tmp_path, engine):
@@ -345,7 +339,6 @@ def test_a_template_that_asks_for_a_date_is_reported_until_it_gets_one(tmp_path,
         assert len([line for line in chat.sentences() if "--chat-template-date" in line]) == count
         text = one(tokenizer, chat, Conversation(TALK[:2])).ids
         assert tokenizer.decode(text).startswith("2026" if date else "<|im_start|>")
-        chat.close()
 
 
 def test_a_tokenizer_without_template_and_without_chatml_is_refused_for_conversations(
@@ -369,7 +362,6 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path, engine):
     plain = one(tokenizer, chat, Conversation(TALK[:2]))
     tools = one(tokenizer, chat, Conversation(TALK[:2], [{"name": "f"}]))
     assert tokenizer.decode(tools.ids) == "T" + tokenizer.decode(plain.ids)
-    chat.close()
 
 
 def test_variables_of_a_template_change_its_prompt_and_the_cache(tmp_path, engine):
@@ -388,4 +380,3 @@ def test_variables_of_a_template_change_its_prompt_and_the_cache(tmp_path, engin
     document = one(tokenizer, plain, Conversation(TALK[:2]))
     assert marked(tokenizer, document).endswith("<think></think>[a<|im_end|>]")
     assert thinking.rules != plain.rules
-    thinking.close(), plain.close()

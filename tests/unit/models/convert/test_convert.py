@@ -25,25 +25,24 @@ from megatron_packed.models.convert.export_huggingface import to_huggingface
 from megatron_packed.models.convert.families.family import OneOf
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import model_of
-from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.convert.trained_config import obstacles
 from megatron_packed.models.convert.weight_rows import weights_of
 from support.converted_model import FAMILIES as SMALL
-from support.converted_model import FIELDS, from_hf, to_hf, write_model
+from support.converted_model import (
+    FIELDS,
+    assert_same,
+    change_fields,
+    contents,
+    converted,
+    from_hf,
+    opened,
+    to_hf,
+    write_model,
+    write_tensors,
+)
 from support.json_lines import read_json
-
-
-def contents(directory):
-    files = ModelFiles(directory)
-    return {name: files.read(name) for name in files.places}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-
 
 SUPER = {"moe_latent_size": 12, "n_group": 2, "topk_group": 1}
 """Fields of Nemotron-H models with latent experts, and with groups of experts."""
@@ -105,15 +104,13 @@ def test_an_export_without_the_original_keeps_every_bit_of_the_checkpoint(tmp_pa
 
 
 def test_rounding_is_reported(tmp_path, capsys):
-    write_model(tmp_path / "hf")
-    assert from_hf(tmp_path / "hf", tmp_path / "ours", "--bf16") == 0
+    converted(tmp_path, "--bf16")
     assert "tensors were rounded to bf16, for example embedding.weight" in capsys.readouterr().out
 
 
 def test_the_rows_that_pad_the_vocabulary_are_zeros(tmp_path):
     write_model(tmp_path / "hf")
-    _, files, weights = open_model(tmp_path / "hf", bf16=False)
-    table = weights["output.weight"].join(files.read)
+    table = opened(tmp_path / "hf")[1]["output.weight"]
     assert table.shape == (128, 32) and table[61:].abs().max() == 0 and table[:61].abs().min() > 0
 
 
@@ -161,18 +158,12 @@ def test_a_missing_value_means_the_supported_value(name):
 
 
 @pytest.mark.parametrize(("name", "base"), [("llama", 10_000.0), ("mixtral", 1_000_000.0)])
-def test_rotary_options_nested_flat_and_absent(name, base):
+def test_rotary_options_flat_and_absent(name, base):
     fields = dict(SMALL[name])
     assert model_of(fields, Path())[1].rotary_base == 500_000.0
     del fields["rope_theta"]
     assert model_of(fields, Path())[1].rotary_base == base
-    nested = {"rope_theta": 2000.0, "rope_type": "default"}
-    assert model_of({**fields, "rope_parameters": nested}, Path())[1].rotary_base == 2000.0
     for wrong, sentence in (
-        (
-            {"rope_parameters": {**nested, "rope_type": "llama3", "factor": 8.0}},
-            "rope_parameters.low_freq_factor is missing",
-        ),
         (
             {"rope_scaling": {"type": "linear"}},
             "rope_type is 'linear', but only 'default' and 'llama3' are supported",
@@ -229,7 +220,7 @@ REFUSED = {
 def test_options_that_are_not_built_are_refused_by_name(key, tmp_path, capsys):
     value, sentence = REFUSED[key]
     write_model(tmp_path / "hf")
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({**FIELDS, key: value}))
+    change_fields(tmp_path / "hf", **{key: value})
     assert from_hf(tmp_path / "hf", tmp_path / "ours") == 4
     assert sentence in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
@@ -253,8 +244,7 @@ def test_groups_that_are_chosen_by_other_sums_are_refused():
 
 def test_sizes_that_no_memory_holds_are_refused_by_the_tensors(tmp_path, capsys):
     write_model(tmp_path / "hf", "llama")
-    config = tmp_path / "hf" / "config.json"
-    config.write_text(json.dumps({**read_json(config), "head_dim": 2 * 10**9}))
+    change_fields(tmp_path / "hf", head_dim=2 * 10**9)
     assert from_hf(tmp_path / "hf", tmp_path / "ours") == 4
     assert "shape" in capsys.readouterr().err
 
@@ -290,11 +280,7 @@ def rewrite(hf, change):
     """Apply ``change`` to the tensors of a model, and write all of them into one file."""
     tensors = contents(hf)
     change(tensors)
-    for path in [*hf.glob("*.safetensors"), hf / INDEX]:
-        path.unlink()
-    write_files(
-        hf, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, 10**9
-    )
+    write_tensors(hf, tensors)
 
 
 def shorten(hf):
@@ -397,9 +383,7 @@ def test_links_as_in_the_cache_of_the_hub_are_followed(tmp_path):
 
 
 def test_what_an_export_refuses(tmp_path, capsys):
-    hf, ours = tmp_path / "hf", tmp_path / "ours"
-    write_model(hf)
-    assert from_hf(hf, ours) == 0
+    hf, ours = converted(tmp_path)
     # The directory contains a checkpoint now.
     assert from_hf(hf, ours) == 4
     assert "already contains checkpoints" in capsys.readouterr().err
@@ -444,9 +428,7 @@ def test_what_an_export_refuses(tmp_path, capsys):
 
 def test_a_directory_that_cannot_be_written_is_reported_as_typed(tmp_path, capsys, monkeypatch):
     """Errors name the directory that the user gave, not the temporary directory."""
-    hf, ours = tmp_path / "hf", tmp_path / "ours"
-    write_model(hf)
-    assert from_hf(hf, ours) == 0
+    hf, ours = converted(tmp_path)
     (tmp_path / "file").touch()
 
     def export(to):
@@ -572,9 +554,7 @@ def test_tensors_outside_the_text_model_are_passed_over_and_copied(tmp_path, cap
 
 
 def test_a_directory_without_weights_is_no_original(tmp_path, capsys):
-    hf, ours = tmp_path / "hf", tmp_path / "ours"
-    write_model(hf)
-    assert from_hf(hf, ours) == 0
+    hf, ours = converted(tmp_path)
     for path in hf.glob("*.safetensors*"):
         path.unlink()
     assert to_hf(tmp_path / "back", ours, "--hf-base", hf) == 4
@@ -622,10 +602,7 @@ def test_experts_in_one_tensor_and_the_prefix_of_vision_files_are_read(tmp_path)
     write_model(hf, "qwen3_5_moe_text", bf16=True)
     shutil.copytree(hf, packed)
     rewrite(packed, pack_experts)
-    (_, first, weights), (_, second, others) = (open_model(d, bf16=False) for d in (hf, packed))
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight.join(first.read), others[name].join(second.read)), name
+    assert_same(opened(hf)[1], opened(packed)[1])
     assert from_hf(packed, ours) == 0
     for original in (hf, packed):
         back = tmp_path / f"back_{original.name}"

@@ -11,7 +11,15 @@ from megatron_packed.cli.main import main
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
-from support.converted_model import FAMILIES, from_hf, imported, to_hf, write_model
+from support.converted_model import (
+    FAMILIES,
+    assert_same,
+    contents,
+    from_hf,
+    imported,
+    to_hf,
+    write_model,
+)
 
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_latent_size": 12}
 NEMOTRON = {
@@ -118,9 +126,7 @@ def test_each_key_is_in_the_table_and_comes_back_to_the_bit(family, tmp_path, ca
         assert name not in whole or torch.equal(ours[name], tensors[key]), key
     config = tmp_path / "hf" / "config.json"
     assert to_hf(tmp_path / "back", tmp_path / "ours", "--hf-config", config) == 0
-    back = ModelFiles(tmp_path / "back")
-    assert back.shapes.keys() == tensors.keys()
-    assert all(torch.equal(back.read(name), tensor) for name, tensor in tensors.items())
+    assert_same(contents(tmp_path / "back"), tensors)
 
 
 @pytest.mark.parametrize("family", CASES)

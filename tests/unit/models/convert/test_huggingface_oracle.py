@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_packed.models.convert.huggingface_files import ModelFiles
-from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 
 transformers = pytest.importorskip("transformers")
-from support.converted_model import from_hf, to_hf  # noqa: E402
+from support.converted_model import assert_same, contents, from_hf, opened, to_hf  # noqa: E402
 from support.huggingface_models import FAMILIES, computes_wrong_groups, filled  # noqa: E402
 
 TOLERANCE, RELATIVE = 1e-4, 1e-5
@@ -75,10 +73,7 @@ def test_documents_of_a_pack_have_their_logits(family, number, tmp_path, capsys)
     compare(theirs, converted(theirs, hf))
     assert from_hf(hf, ours) == 0
     assert to_hf(back, ours, "--hf-base", hf) == 0 and "rounded" not in capsys.readouterr().out
-    expected, found = ModelFiles(hf), ModelFiles(back)
-    assert expected.places.keys() == found.places.keys()
-    for name in expected.places:
-        assert torch.equal(expected.read(name), found.read(name)), name
+    assert_same(contents(back), contents(hf))
 
 
 def converted(theirs, folder):
@@ -87,9 +82,8 @@ def converted(theirs, folder):
     The rows that pad the vocabulary must not affect the results.
     """
     theirs.save_pretrained(folder, max_shard_size="20KB")
-    config, files, weights = open_model(folder, bf16=False)
+    config, state = opened(folder)
     ours = HybridModel(config, vocab_size=config.vocab_size, max_positions=256)
-    state = {name: weight.join(files.read) for name, weight in weights.items()}
     for name in {"embedding.weight", "output.weight"} & state.keys():
         state[name][cases.VOCAB :] = 50.0
     ours.load_state_dict(state)

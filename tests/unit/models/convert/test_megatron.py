@@ -121,31 +121,24 @@ def test_bf16_weights_stay_bf16_and_float32_weights_are_reported(tmp_path, capsy
 def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
     """Layer n is the layers 2n and 2n + 1; its tensors are entry n of the first dimension."""
     draw = torch.Generator().manual_seed(1)
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (16,),
+        "self_attention.linear_qkv.weight": (32, 16),
+        "self_attention.linear_proj.weight": (16, 16),
+        "mlp.linear_fc1.layer_norm_weight": (16,),
+        "mlp.linear_fc1.weight": (48, 16),
+        "mlp.linear_fc2.weight": (16, 24),
+    }
     shapes = {
         "embedding.word_embeddings.weight": (128, 16),
-        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (3, 16),
-        "decoder.layers.self_attention.linear_qkv.weight": (3, 32, 16),
-        "decoder.layers.self_attention.linear_proj.weight": (3, 16, 16),
-        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (3, 16),
-        "decoder.layers.mlp.linear_fc1.weight": (3, 48, 16),
-        "decoder.layers.mlp.linear_fc2.weight": (3, 16, 24),
+        **{f"decoder.layers.{name}": (3, *shape) for name, shape in layer.items()},
         "decoder.final_layernorm.weight": (16,),
         "output_layer.weight": (128, 16),
         "mtp.layers.0.enorm.weight": (16,),
         "mtp.layers.0.hnorm.weight": (16,),
         "mtp.layers.0.eh_proj.weight": (16, 32),
         "mtp.layers.0.final_layernorm.weight": (16,),
-        **{
-            f"mtp.layers.0.transformer_layer.{name}": shape
-            for name, shape in (
-                ("self_attention.linear_qkv.layer_norm_weight", (16,)),
-                ("self_attention.linear_qkv.weight", (32, 16)),
-                ("self_attention.linear_proj.weight", (16, 16)),
-                ("mlp.linear_fc1.layer_norm_weight", (16,)),
-                ("mlp.linear_fc1.weight", (48, 16)),
-                ("mlp.linear_fc2.weight", (16, 24)),
-            )
-        },
+        **{f"mtp.layers.0.transformer_layer.{name}": shape for name, shape in layer.items()},
     }
     found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     args = {
@@ -162,11 +155,11 @@ def test_layers_of_a_gpt_model_are_taken_from_stacked_tensors(tmp_path):
     assert done.model.hybrid_layer_pattern == "*-*-*-/*-"
     depth = found["mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"]
     assert torch.equal(ours["layers.7.mixer.fc2.weight"], depth)
-    for layer in range(3):
-        qkv = found["decoder.layers.self_attention.linear_qkv.weight"][layer]
-        fc2 = found["decoder.layers.mlp.linear_fc2.weight"][layer]
-        assert torch.equal(ours[f"layers.{2 * layer}.mixer.qkv.weight"], qkv)
-        assert torch.equal(ours[f"layers.{2 * layer + 1}.mixer.fc2.weight"], fc2)
+    for number in range(3):
+        qkv = found["decoder.layers.self_attention.linear_qkv.weight"][number]
+        fc2 = found["decoder.layers.mlp.linear_fc2.weight"][number]
+        assert torch.equal(ours[f"layers.{2 * number}.mixer.qkv.weight"], qkv)
+        assert torch.equal(ours[f"layers.{2 * number + 1}.mixer.fc2.weight"], fc2)
 
 
 def test_folders_of_megatron_nemo_and_bridge_are_found(tmp_path):

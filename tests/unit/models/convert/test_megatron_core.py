@@ -15,7 +15,6 @@ import torch
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.config.exit_codes import ExitCode
-from megatron_packed.config.run import RunConfig
 from megatron_packed.models.convert.import_huggingface import Imported
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.models.hybrid_model import HybridModel
@@ -81,7 +80,7 @@ def test_the_next_losses_are_those_of_megatron_core(done, tmp_path):
     words += ["--use-checkpoint-opt_param-scheduler", "--no-isolation-self-test"]
     seen = []
     model = [word for line in lines for word in line]
-    assert train(RunConfig.from_args([*model, *words]), seen.append) is ExitCode.DONE
+    assert train([*model, *words], seen.append) is ExitCode.DONE
     assert [record["iteration"] for record in seen] == [4, 5, 6]
     found = [record["lm_loss"] for record in seen]
     assert found == pytest.approx(EXPECTED["losses"], rel=TOLERANCE)

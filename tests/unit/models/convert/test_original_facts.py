@@ -11,7 +11,6 @@ from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.original_facts import facts_problem, read_facts
 from megatron_packed.checkpoint.run_metadata import metadata_problem
 from megatron_packed.cli.export_trained import export_trained
-from megatron_packed.config.run import RunConfig
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.models.convert.import_huggingface import from_huggingface
 from megatron_packed.training.from_python import train
@@ -62,7 +61,7 @@ def trained(weights, folder, data, *more):
     """Train from ``weights`` for a step, and return the folder of checkpoints."""
     model = [word for line in (weights / "model.args").open() for word in shlex.split(line)]
     argv = [*model, *RUN.split(), "--data-path", str(data), "--save", str(folder), *more]
-    train(RunConfig.from_args(argv))
+    train(argv)
     return folder
 
 

@@ -12,11 +12,11 @@ import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.models.convert.huggingface_config import model_of
-from megatron_packed.models.convert.huggingface_files import write_files
-from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.hybrid_model import HybridModel
 from support import hybrid_cases as cases
 from support.converted_model import FAMILIES as SMALL
+from support.converted_model import change_fields, contents, opened, write_tensors
+from support.json_lines import read_json
 
 LLAMA = {key: value for key, value in SMALL["llama"].items() if not key.startswith("rope_")}
 LLAMA3 = {
@@ -157,21 +157,17 @@ def test_old_files_have_the_logits_of_transformers(case, tmp_path):
     from support.huggingface_models import FAMILIES
 
     FAMILIES["llama"](random.Random(5), 0).save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    fields = {**json.loads(config.read_text()), **OLD[case]}
-    config.write_text(json.dumps(fields))
-    _, files, _ = open_model(tmp_path, bf16=False)
+    change_fields(tmp_path, **OLD[case])
     if case == "buffers of positions":
-        tensors = {name: files.read(name) for name in files.places}
-        for layer in range(fields["num_hidden_layers"]):
-            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.rand(2)
-        listed = [(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]
-        (tmp_path / "model.safetensors").unlink()
-        write_files(tmp_path, listed, tensors.__getitem__, 10**9)
+        buffers = {
+            f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.rand(2)
+            for layer in range(read_json(tmp_path / "config.json")["num_hidden_layers"])
+        }
+        write_tensors(tmp_path, {**contents(tmp_path), **buffers})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model, files, weights = open_model(tmp_path, bf16=False)
+    model, weights = opened(tmp_path)
     ours = HybridModel(model, vocab_size=model.vocab_size, max_positions=64)
-    ours.load_state_dict({name: weight.join(files.read) for name, weight in weights.items()})
+    ours.load_state_dict(weights)
     documents = cases.make_documents([23])
     batch = cases.make_pack(documents, tail=0, spare=0)
     with torch.no_grad():

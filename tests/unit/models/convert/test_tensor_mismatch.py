@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles, write_files
-from support.converted_model import from_hf, to_hf, write_model
+from megatron_packed.models.convert.huggingface_files import SINGLE
+from support.converted_model import (
+    assert_same,
+    change_fields,
+    contents,
+    from_hf,
+    to_hf,
+    write_model,
+    write_tensors,
+)
 from support.data_helpers import metaspace, save_tokenizer
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -20,11 +28,8 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def change(hf: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> None:
     """Write the tensors in place of those of a model, and change fields of its config.json."""
-    (hf / SINGLE).unlink()
-    listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_files(hf, listed, tensors.__getitem__, 10**9)
-    config = hf / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    write_tensors(hf, tensors)
+    change_fields(hf, **fields)
 
 
 def quantise(hf: Path, dtype: str) -> None:
@@ -125,9 +130,7 @@ def test_rotary_buffers_of_old_files_are_passed_over_and_copied_back(tmp_path, c
     assert from_hf(hf, ours) == 0
     assert "2 tensors *.rotary_emb.inv_freq." in capsys.readouterr().out
     assert to_hf(back, ours, "--hf-base", hf) == 0
-    files = ModelFiles(back)
-    assert files.places.keys() == tensors.keys()
-    assert all(torch.equal(files.read(name), tensors[name]) for name in tensors)
+    assert_same(contents(back), tensors)
 
 
 def test_a_conversion_says_that_the_tokenizer_is_larger_than_the_table(tmp_path, capsys):

@@ -9,14 +9,13 @@ from megatron_packed.checkpoint.manifest import MANIFEST
 from megatron_packed.checkpoint.sealed_json import seal, unseal
 from megatron_packed.cli.export_trained import export_trained
 from megatron_packed.cli.main import main
-from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.tokenizers.base import ByteTokenizer
 from megatron_packed.data.tokenizers.exported_files import files_of_bytes, files_of_gpt2
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.models.convert.families.registry import FAMILIES
-from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles, write_files
+from megatron_packed.models.convert.huggingface_files import SINGLE, ModelFiles
 from megatron_packed.models.convert.import_huggingface import open_model
 from megatron_packed.models.convert.trained_config import SpecialIds, family_for, obstacles
 from megatron_packed.models.hybrid_model import HybridModel
@@ -24,7 +23,15 @@ from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support import hybrid_cases as cases
 from support.attached_files import remove_attached_files
-from support.converted_model import from_hf, to_hf, write_model
+from support.converted_model import (
+    assert_same,
+    contents,
+    from_hf,
+    opened,
+    to_hf,
+    write_model,
+    write_tensors,
+)
 from support.data_helpers import AWKWARD, byte_level
 from support.family_models import COMMON, MAMBA, MODELS, ROPE
 
@@ -34,7 +41,7 @@ TOLERANCE = 1e-4
 def trained(folder, data, flags, *more):
     """Train a model and return its folder."""
     argv = ["--hybrid-layer-pattern", *flags.split(), *COMMON.split(), *more]
-    train(RunConfig.from_args([*argv, "--data-path", str(data), "--save", str(folder)]))
+    train([*argv, "--data-path", str(data), "--save", str(folder)])
     return folder
 
 
@@ -73,9 +80,8 @@ def test_transformers_computes_the_logits_of_the_pack(name, data, tmp_path, caps
         assert (found - expected).abs().max() <= TOLERANCE, f"document of {len(tokens)} tokens"
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
-    model, files, weights = open_model(hf, bf16=False, depths=ours.config.mtp_depths)
+    model, tensors = opened(hf, depths=ours.config.mtp_depths)
     back = HybridModel(model, vocab_size=model.vocab_size, max_positions=256)
-    tensors = {key: weight.join(files.read) for key, weight in weights.items()}
     missing, extra = back.load_state_dict(tensors, strict=False)
     # Depths that share weights have them once.
     assert not extra and (not missing or model.mtp_use_repeated_layer)
@@ -248,7 +254,7 @@ def test_a_model_with_token_numbers_for_text_is_exported_without_a_tokenizer(tmp
     sizes = COMMON.replace("--sft", "--tokenizer-type NullTokenizer --vocab-size 9").split()
     data = ["--data-path", str(tmp_path / "numbers.jsonl"), "--train-iters", "1"]
     model = ["--hybrid-layer-pattern", "*-", *ROPE.split(), "--save", str(tmp_path / "run")]
-    train(RunConfig.from_args([*sizes, *data, *model]))
+    train([*sizes, *data, *model])
     exported = export_trained(tmp_path / "run", tmp_path / "hf")
     assert (exported.ends, exported.missing[:15]) == (("8",), "A NullTokenizer")
     files = {path.name for path in (tmp_path / "hf").iterdir()}
@@ -274,18 +280,14 @@ def test_files_with_both_tables_of_a_tied_model_are_read_and_written(tmp_path):
     tables = write_model(model, tie_word_embeddings=True, max_file_bytes=10**9)
     table = tables["backbone.embeddings.weight"]
     for copy, fits in ((table, True), (table + 1, False)):
-        (model / SINGLE).unlink()
         both = {**tables, "lm_head.weight": copy}
-        listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in both.items()]
-        write_files(model, listed, both.__getitem__, 10**9)
+        write_tensors(model, both)
         assert "lm_head.weight" in ModelFiles(model).places
         if fits:
             assert "lm_head.weight" not in open_model(model, bf16=False)[1].places
             assert from_hf(model, weights) == 0
             assert to_hf(hf, weights, "--hf-base", model) == 0
-            written = ModelFiles(hf)
-            assert written.places.keys() == both.keys()
-            assert torch.equal(written.read("lm_head.weight"), table)
+            assert_same(contents(hf), both)
         else:
             with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from backbone"):
                 open_model(model, bf16=False)

@@ -6,6 +6,7 @@ import torch
 from megatron_packed.config.parallel_layout import ParallelLayout
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers, flat_layout_of, tail_elements
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.zero1_layout import Ownership
@@ -42,7 +43,14 @@ LAYOUTS = {
 EXTRAS, COUNTERS = {"loss": 1, "signs": 9}, {"expert_counts": 10}
 
 
-def built(layout, device, *, dtype=BF16, pattern="M*-E", memory=None, **changes):
+WORK = Work(tokens=4096, documents=4)
+
+
+def built(layout, device, *, dtype=BF16, pattern="M*-E", **options):
+    """Return a model and its groups; ``options`` are those of `ModelConfig` and `HybridModel`."""
+    changes = {
+        name: options.pop(name) for name in ModelConfig.__dataclass_fields__ if name in options
+    }
     groups = ParallelGroups.unjoined(ParallelLayout(**layout), device)
     model = HybridModel(
         tiny_config(pattern, **changes),
@@ -51,9 +59,18 @@ def built(layout, device, *, dtype=BF16, pattern="M*-E", memory=None, **changes)
         groups=groups,
         device=device,
         dtype=dtype,
-        memory=memory,
+        **options,
     )
     return model, groups
+
+
+def imagined(pattern, layout=None, **options):
+    """Return a bf16 model without memory for its tensors."""
+    return built(layout or {}, "meta", pattern=pattern, **options)[0]
+
+
+def estimated(model, work=WORK):
+    return estimate(model, flat_layout_of(model, Ownership()), work)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -139,11 +156,10 @@ def test_gates_and_norms_of_attention_are_counted(layout, changes):
     Recomputation of the core removes what only the core saves.
     """
     position = {"position_embedding_type": changes.get("position_embedding_type", "none")}
-    options = {"pattern": "*", "layout": LAYOUTS[layout]}
-    models = [built(options["layout"], "meta", pattern="*", **o)[0] for o in (position, changes)]
-    work = Work(tokens=4096, documents=1)
-    plain, more = (saved_bytes(units_of(model, work)[0]) for model in models)
     ranks = LAYOUTS[layout]
+    options = {"pattern": "*", "layout": ranks}
+    models = [imagined(**options, **of_model) for of_model in (position, changes)]
+    plain, more = (saved_bytes(units_of(model, WORK)[0]) for model in models)
     tokens, heads = 4096 // ranks.get("cp_size", 1), 4 // ranks.get("tp_size", 1)
     groups = max(2 // ranks.get("tp_size", 1), 1)
     saved = more - plain
@@ -174,27 +190,9 @@ def test_experts_that_follow_the_routing():
     assert of(**bounded, even=False).peak.bytes == of(**bounded).peak.bytes
 
 
-WORK = Work(tokens=4096, documents=4)
-
-
-def one_layer(symbol, layout, **options):
-    """Return a bf16 model with one layer, without memory for its tensors."""
-    return HybridModel(
-        tiny_config(
-            symbol, **{name: options.pop(name) for name in [*options] if name.startswith("moe")}
-        ),
-        vocab_size=VOCAB,
-        max_positions=256,
-        groups=ParallelGroups.unjoined(ParallelLayout(**layout)),
-        device="meta",
-        dtype=BF16,
-        **options,
-    )
-
-
 def most_of(purpose, symbol, layout, **options):
     """Return the most bytes of a purpose in forward and backward of one layer, for 4096 slots."""
-    most = most_by_purpose(one_layer(symbol, layout, **options), WORK)
+    most = most_by_purpose(imagined(symbol, layout, **options), WORK)
     return [most[direction][purpose] for direction in ("forward", "backward")]
 
 
@@ -235,7 +233,7 @@ def test_what_passed_states_move(comm):
     layout, columns, state = {"world_size": 2, "cp_size": 2}, 4 * 8 + 2 * 2 * 16, 4 * 8 * 16 * 4
     rows, halo = 2048 * 2, 3 * columns * 2
     own, libraries = (
-        units_of(one_layer("M", layout, backends=backends, **options), WORK)[0]
+        units_of(imagined("M", layout, backends=backends, **options), WORK)[0]
         for backends in ({}, {"ssd": "mamba_ssm", "causal_conv1d": "causal_conv1d"})
     )
     # Libraries save steps and sums of 4 heads, and the halo in one tensor with its rows. They also
@@ -251,7 +249,7 @@ def test_what_passed_states_move(comm):
         states + here,
         3 * states + here + state,
     ]
-    [attention, _] = units_of(one_layer("*M", layout, **options), WORK)
+    [attention, _] = units_of(imagined("*M", layout, **options), WORK)
     heads = 2048 * (4 + 2 * 2) * 8 * 2
     assert heads in most_of(Purpose.COMMUNICATION, "*M", layout, **options)[1:]
     # Queries, keys and values after the exchange, the output before and after it, and the norm.
@@ -268,7 +266,7 @@ def test_our_scan_saves_its_inputs_only_and_has_states_in_bf16():
         states * (2 * 4 + 2 * 2),  # and their gradients, and both in bf16 for chunks
     ]
     own, other = (
-        saved_bytes(units_of(one_layer("M", {}, backends={"ssd": name}), WORK)[0])
+        saved_bytes(units_of(imagined("M", backends={"ssd": name}), WORK)[0])
         for name in ("triton", "mamba_ssm")
     )
     assert other - own == 2 * 4 * 4 * 4096  # steps and their sums of 4 heads
@@ -285,7 +283,7 @@ def test_what_a_gated_delta_net_moves_and_its_states():
 
 def test_a_gated_delta_net_saves_two_matrices_per_chunk_and_value_head():
     """Two bf16 matrices and five fp32 vectors of four value heads, two vectors of two key heads."""
-    [layer] = units_of(one_layer("G", {}), WORK)
+    [layer] = units_of(imagined("G"), WORK)
     scores = 4096 * (2 * 4 * 64 * 2 + 4 * (5 * 4 + 2 * 2))
     # q, k and v of the convolution; z, a and b in addition to them; y before and after the norm.
     convolved, projected, y = 2 * 2 * 8 + 4 * 6, 2 * 2 * 8 + 2 * 4 * 6 + 2 * 4, 4 * 6
@@ -321,9 +319,8 @@ def test_bounds_are_counted_instead_of_the_routing_and_of_the_worst_case(dispatc
         "moe_expert_rank_capacity_factor": 1.25,
     }
     assert of(**options, even=False).peak.bytes == of(**options).peak.bytes
-    layout, pattern = options.pop("layout"), options.pop("pattern")
-    model, _ = built(layout, "meta", pattern=pattern, **options)
-    [layer] = units_of(model, Work(tokens=4096, documents=1))
+    model = imagined(**options)
+    [layer] = units_of(model, WORK)
     topk, config = model.config.moe_router_topk, model.config
     rows, parts = 4096 * topk * 5 // 4, 5 * -(-4096 * topk // 4)
     combined = parts if dispatcher == "alltoall" else rows
@@ -345,21 +342,9 @@ def test_a_gate_keeps_the_rows_of_the_shared_expert(experts_tp, rows):
     layout = {"world_size": 2, "tp_size": 2, "expert_tp_size": experts_tp}
     saved = []
     for gate in (False, True):
-        model = HybridModel(
-            tiny_config(
-                "E",
-                num_experts=6,
-                moe_shared_expert_intermediate_size=24,
-                moe_shared_expert_gate=gate,
-            ),
-            vocab_size=VOCAB,
-            max_positions=256,
-            groups=ParallelGroups.unjoined(ParallelLayout(**layout)),
-            sequence_parallel=True,
-            device="meta",
-            dtype=BF16,
-        )
-        [layer] = units_of(model, Work(tokens=4096, documents=4))
+        shared = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": gate}
+        model = imagined("E", layout, num_experts=6, sequence_parallel=True, **shared)
+        [layer] = units_of(model, WORK)
         saved.append(saved_bytes(layer))
     assert saved[1] - saved[0] == rows * 32 * 2 + rows * 2
 
@@ -370,9 +355,9 @@ def test_a_shared_expert_beside_the_dispatch_is_kept_longer(layout, beside):
     options = {"moe_shared_expert_intermediate_size": 240, "backends": {"deterministic": True}}
     found = []
     for overlap in (False, True):
-        model = one_layer("E", LAYOUTS[layout], moe_shared_expert_overlap=overlap, **options)
+        model = imagined("E", LAYOUTS[layout], moe_shared_expert_overlap=overlap, **options)
         [layer] = units_of(model, WORK)
-        static = estimate(model, flat_layout_of(model, Ownership()), WORK).static
+        static = estimated(model).static
         found.append((sum(layer.forward.values()), static.workspaces))
     # While the experts run, what the shared expert has saved exists, too.
     assert (found[1][0] > found[0][0]) == beside
@@ -394,49 +379,31 @@ def test_recomputed_groups_leave_their_inputs_and_come_back_whole(size):
     memory = MemoryConfig(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=size
     )
-    work = Work(tokens=4096, documents=16)
-    plain, _ = built({}, "meta", pattern="----")
-    model = HybridModel(
-        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
-    )
-    [layer, *_], [group, *_] = units_of(plain, work), units_of(model, work)
+    plain, model = imagined("----"), imagined("----", memory=memory)
+    [layer, *_], [group, *_] = units_of(plain, WORK), units_of(model, WORK)
     hidden = 4096 * 32 * 2
     assert saved_bytes(group) == 0
     # In a group, the results of all layers but the last exist during the backward pass of the last.
     again = size * saved_bytes(layer) + (size - 1) * hidden + sum(layer.backward.values())
     assert sum(group.backward.values()) == again
-    layout = flat_layout_of(model, Ownership())
-    found = estimate(model, layout, work).peak.bytes
+    found = estimated(model).peak.bytes
     # The losses of the tokens exist, too.
     assert found == pytest.approx((4 // size + 1) * hidden + again, abs=5 * 4096)
-    assert found < estimate(plain, layout, work).peak.bytes
+    assert found < estimated(plain).peak.bytes
 
 
 def test_recomputed_attention_of_exchanged_heads_keeps_the_fused_projection():
     """Two ranks keep the fused projection of 2048 rows each: 4 query, 2 key and 2 value heads."""
     memory = MemoryConfig(recompute_granularity="selective")
-    model = HybridModel(
-        tiny_config("*"),
-        vocab_size=VOCAB,
-        max_positions=256,
-        device="meta",
-        dtype=BF16,
-        memory=memory,
-        groups=ParallelGroups.unjoined(ParallelLayout(world_size=2, cp_size=2)),
-    )
-    [layer] = units_of(model, Work(tokens=4096, documents=4))
+    [layer] = units_of(imagined("*", {"world_size": 2, "cp_size": 2}, memory=memory), WORK)
     normed, projected, output = 2048 * (32 * 2 + 4), 2048 * (4 + 2 * 2) * 8 * 2, 2048 * 4 * 8 * 2
     assert saved_bytes(layer) == normed + projected + output
 
 
-def memory_of(pattern, *, tokens=4096, **options):
+def memory_of(pattern, **options):
     """Return peak and pinned bytes of a model with other memory options."""
-    plain, _ = built({}, "meta", pattern=pattern)
     memory = MemoryConfig(**options) if options else None
-    model = HybridModel(
-        plain.config, vocab_size=VOCAB, max_positions=256, device="meta", dtype=BF16, memory=memory
-    )
-    found = estimate(model, flat_layout_of(model, Ownership()), Work(tokens=tokens, documents=16))
+    found = estimated(imagined(pattern, memory=memory))
     return found.peak.bytes, found.host_bytes
 
 
@@ -500,24 +467,17 @@ CORE = 4096 * 2 * (8 * 8 + 2 * 4 * 8) + 4096 * 4 * 4
 )
 def test_offloaded_parts_are_there_in_their_own_layer_and_in_buffers(symbol, moved, buffers):
     """The peak is in the last of 3 layers or after it, with as many bundles as buffers."""
-    peak, host = memory_of(
-        3 * symbol,
-        fine_grained_activation_offloading=True,
-        offload_modules=tuple(moved),
-        offload_buffers=buffers,
-        min_offloaded_tensor_size=4096,
-    )
+    options = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": tuple(moved),
+        "min_offloaded_tensor_size": 4096,
+    }
+    peak, host = memory_of(3 * symbol, offload_buffers=buffers, **options)
     assert host == 3 * sum(moved.values())
     kept, _ = memory_of(3 * symbol)
     # The last bundles are on the device, and those of the layer that runs.
     assert kept - host <= peak < kept
-    fewer, _ = memory_of(
-        3 * symbol,
-        fine_grained_activation_offloading=True,
-        offload_modules=tuple(moved),
-        offload_buffers=1,
-        min_offloaded_tensor_size=4096,
-    )
+    fewer, _ = memory_of(3 * symbol, offload_buffers=1, **options)
     assert 0 <= peak - fewer <= max(moved.values())
 
 
@@ -547,45 +507,33 @@ def test_pinned_bytes_are_those_of_a_step(options):
     tokens = 64
     memory = MemoryConfig(**options, min_offloaded_tensor_size=tokens * 32)
     model, planned = (
-        HybridModel(
-            tiny_config("M*-EG-"),
-            vocab_size=VOCAB,
-            max_positions=tokens,
-            memory=memory,
-            device=device,
-        )
+        built({}, device, dtype=FP32, pattern="M*-EG-", memory=memory)[0]
         for device in ("cpu", "meta")
     )
     model(make_pack(make_documents([40, 24]))).loss.backward()
-    layout = flat_layout_of(planned, Ownership())
-    found = estimate(planned, layout, Work(tokens=tokens, documents=2)).host_bytes
+    found = estimated(planned, Work(tokens=tokens, documents=2)).host_bytes
     assert found == model.offload.pool.num_bytes > 0
 
 
 def test_graphs_hold_what_they_captured_beside_what_runs_eagerly():
+    def captured(impl, modules=(), memory=None):
+        graphs = CudaGraphConfig(cuda_graph_impl=impl, cuda_graph_modules=modules)
+        return of(pattern="M-M-", graphs=graphs, memory=memory)
+
     eager = of(pattern="M-M-")
-    local = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="local"))
-    half = of(
-        pattern="M-M-",
-        graphs=CudaGraphConfig(cuda_graph_impl="local", cuda_graph_modules=("mamba",)),
-    )
-    whole = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="full_iteration"))
-    engine = of(pattern="M-M-", graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"))
+    local, half = captured("local"), captured("local", ("mamba",))
+    whole, engine = captured("full_iteration"), captured("transformer_engine")
     assert (eager.graph_pool, whole.graph_pool) == (0, eager.peak.bytes)
     assert eager.peak.bytes < local.peak.bytes < engine.peak.bytes
     assert 0 < half.graph_pool < local.graph_pool < local.peak.bytes
     recomputed = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp",))
-    less = of(
-        pattern="M-M-",
-        memory=recomputed,
-        graphs=CudaGraphConfig(cuda_graph_impl="transformer_engine"),
-    )
+    less = captured("transformer_engine", memory=recomputed)
     assert 0 < less.graph_pool < engine.graph_pool == local.graph_pool
 
 
 def test_the_loss_holds_one_chunk_of_logits():
-    model, _ = built({}, "meta", pattern="-")
-    one = estimate(model, flat_layout_of(model, Ownership()), Work(tokens=8192, documents=16))
+    model = imagined("-")
+    one = estimated(model, Work(tokens=8192, documents=16))
     assert one.peak.where == "the forward pass of the loss"
     # The loss computes this pack in two chunks of 4,096 tokens, with bf16 logits. In addition it
     # holds the gradient of the hidden state, and the loss of each token.
@@ -597,15 +545,12 @@ def test_communicators():
     """Groups of the same ranks share a communicator, but groups that reduce gradients have separate
     ones.
     """
-    assert communicators_of(ParallelGroups.unjoined(ParallelLayout())) == 0
-    # dp, dp_cp and expert_dp share one communicator.
-    assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4))) == 1
-    # One for tp, expert_tp, tp_cp and expert_tp_ep, and one for dp, dp_cp and expert_dp.
-    assert communicators_of(ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2))) == 2
-    # tp, ep, expert_tp_ep and dp; expert_dp has one rank.
-    assert (
-        communicators_of(
-            ParallelGroups.unjoined(ParallelLayout(world_size=4, tp_size=2, ep_size=2))
-        )
-        == 4
-    )
+    for layout, count in (
+        ({}, 0),
+        ({"world_size": 4}, 1),  # dp, dp_cp and expert_dp share one communicator
+        # One for tp, expert_tp, tp_cp and expert_tp_ep, and one for dp, dp_cp and expert_dp.
+        ({"world_size": 4, "tp_size": 2}, 2),
+        # tp, ep, expert_tp_ep and dp; expert_dp has one rank.
+        ({"world_size": 4, "tp_size": 2, "ep_size": 2}, 4),
+    ):
+        assert communicators_of(ParallelGroups.unjoined(ParallelLayout(**layout))) == count

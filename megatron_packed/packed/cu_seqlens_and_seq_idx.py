@@ -1,4 +1,8 @@
-"""Conversion between document lengths and cumulative offsets (``cu_seqlens``), on the host.
+"""Offsets of the documents of a pack (``cu_seqlens``), and document numbers (``seq_idx``) and positions
+of its slots, computed on the host.
+
+Kernels with a recurrent state reset the state where ``seq_idx`` changes. Rotary embeddings read the
+positions.
 
 All functions are pure functions of numpy arrays. A pack has ``total_tokens`` (T) slots and a
 capacity of N real documents. Slots after the last document form the tail, which is treated as one
@@ -152,3 +156,17 @@ def bounded_max_seqlen(cu_seqlens: Int32Array, max_seqlen: int | None) -> int:
             f"pass at least {longest}, or total_tokens, which is enough for every pack."
         )
     return max_seqlen
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
+    """Return the document number of every slot, ``(T,)`` int32.
+
+    The document number of the tail is the number of real documents.
+    """
+    return np.repeat(np.arange(cu_seqlens.size - 1, dtype=np.int32), np.diff(cu_seqlens))
+
+
+def position_ids_from_cu_seqlens(cu_seqlens: Int32Array) -> Int32Array:
+    """Return the position of every slot in its document or in the tail, ``(T,)`` int32, from 0."""
+    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    return np.arange(starts.size, dtype=np.int32) - starts
