@@ -150,8 +150,8 @@ class Optimizer:
         """Float32 masters of bf16 parameters, each with its bucket."""
         self._state_base = list(accumulate(sizes, initial=0))
         numel = self._state_base.pop()
-        # Float32, or float64 for the tests that use it.
-        wide = buffers.grads.dtype
+        # Gradients may have fewer bits than float32; those of float64 have moments of float64.
+        wide = torch.promote_types(buffers.grads.dtype, torch.float32)
         of_moments = [
             dtype if dtype == torch.bfloat16 else wide
             for dtype in (precision.exp_avg, precision.exp_avg_sq)

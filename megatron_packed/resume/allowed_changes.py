@@ -281,17 +281,16 @@ def _optimizer_refusal(run: AskedRun, stored: Resumed) -> str | None:
 
 def _state_refusal(run: AskedRun, stored: Resumed) -> str | None:
     """Return why a run cannot resume with moments of other data types; None if it can."""
-    if stored.has_new_packs or not run.config.checkpoint.load_optim:
+    if stored.begins or stored.imported or not run.config.checkpoint.load_optim:
         return None
     # Moments of versions without these options were float32.
     fp32 = {key.removeprefix("optim."): "fp32" for key in _STATE}
-    optim = {**fp32, **stored.options.get("optim", {})}
-    changed, cure = run.changes({"optim": optim}, _STATE)
+    changed, cure = run.changes({"optim": {**fp32, **stored.options["optim"]}}, _STATE)
     if not changed:
         return None
     return (
-        f"has moments of other data types: {changed}; {cure} to "
-        "resume, or give --begin-phase NAME with a new name to convert them"
+        f"has moments of other data types: {changed}; {cure} to resume, or give --begin-phase NAME with "
+        "a new name to convert them"
     )
 
 

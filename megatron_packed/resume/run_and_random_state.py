@@ -216,10 +216,10 @@ class RunState:
         # The load writes random states into these tensors. They are applied only after the whole
         # checkpoint has been verified.
         rng, resumes = RngState.capture(self._device), not options.finetune
-        optimizer = self.optimizer if options.load_optim and resumes else None
+        loads_optimizer = options.load_optim and resumes
+        state = LoadedOptimizerState(self.model, self.optimizer) if loads_optimizer else None
         self.optimizer.buffers.wait_params()
         wanted = [held.shard for held in held_state(self.model)]
-        state = None if optimizer is None else LoadedOptimizerState(self.model, optimizer)
         if options.load_rng and resumes:
             wanted += self._rng_shards(rng)
 
@@ -231,10 +231,9 @@ class RunState:
 
         def more_wanted(manifest: Manifest) -> list[TensorShard]:
             of_optimizer = [] if state is None else state.wanted(manifest)
-            of_callbacks = self.callback_states.wanted(manifest) if resumes else []
-            return [*of_optimizer, *of_callbacks]
+            return [*of_optimizer, *(self.callback_states.wanted(manifest) if resumes else ())]
 
-        unwanted = ("rng/", "callback/", *(() if optimizer else ("optimizer/",)))
+        unwanted = ("rng/", "callback/", *(() if loads_optimizer else ("optimizer/",)))
         show = self.show and self.groups.rank == 0
         with ProgressBar("reading the checkpoint", 1, show) as bar:
             loaded = load_checkpoint(
@@ -302,7 +301,7 @@ class RunState:
             kind, _, parameter = name.partition("/")
             if f"optimizer/master/{parameter}" not in missing:
                 continue
-            if kind == "remainder":  # The master is a pair, and the weight is its other half.
+            if kind == "remainder":
                 state.zero_()
             elif kind == "master":
                 weights = self.model.get_parameter(parameter).view(-1)
@@ -314,10 +313,9 @@ class RunState:
         A pair rounds a master halfway between two bf16 numbers up, and others round it to the even
         number. Ranks that own no master of a weight have loaded the checkpoint's weight.
         """
-        config = metadata["config"]
-        stored = config.get("optim", {}).get("use_precision_aware_optimizer", False)
-        imported = "packing" not in config
-        if stored or imported or self.optimizer.precision.remainders:
+        stored = Resumed(metadata)
+        pairs = stored.imported or stored.config.optim.use_precision_aware_optimizer
+        if pairs or self.optimizer.precision.remainders:
             self.optimizer.write_params()
 
     @property

@@ -268,7 +268,6 @@ INVALID = {
     "--use-precision-aware-optimizer --main-params-dtype fp16": {
         "--main-params-dtype": "give fp32"
     },
-    "--optimizer muon": "AdamW",
     "--train-iters 0": ">= 1",
     "--seed -1": ">= 0",
     "--attention-backend flash_atn_2": "flash_attn_2",

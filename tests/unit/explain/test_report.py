@@ -664,7 +664,7 @@ def test_gradients_in_bf16_say_how_they_are_summed():
     for words, processes, reason in cases:
         rows = parallel_capabilities(parse(words, processes), processes)
         (row,) = (row for row in rows if row.name == "bf16 gradients")
-        assert row.state == "on" and row.reason.endswith(reason), words
+        assert row.state == "on" and row.detail.endswith(reason), words
     for words in ([*FLAGS, "--grad-reduce-in-bf16"], [*FLAGS, "--bf16"]):
         rows = parallel_capabilities(parse(words, 2), 2)
         assert not any(row.name == "bf16 gradients" for row in rows)

@@ -21,7 +21,8 @@ from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.optim.master_remainders import split_masters
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.resume.compared_runs import AskedRun
+from megatron_packed.resume.allowed_changes import _state_refusal
+from megatron_packed.resume.compared_runs import AskedRun, Resumed
 from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from support.optimizer_states import everything_computed
@@ -160,6 +161,16 @@ def test_other_data_types_without_a_phase_are_refused(tmp_path: Path) -> None:
         loaded(PAIRS, tmp_path)
     job = loaded(PAIRS, tmp_path, load_optim=False)
     assert not job.optimizer.exp_avg.any() and not job.optimizer.remainders.any()
+
+
+def test_imported_and_older_checkpoints_have_float32_moments() -> None:
+    """Their metadata lacks the data types. An import is converted, and an older run keeps them."""
+    _, state = made(BF16)
+    older = {"config": {"optim": {"lr": 0.1}, "packing": {}}}
+    said = _state_refusal(state.run, Resumed(older))
+    assert said is not None and "--exp-avg-dtype bf16, was fp32" in said
+    assert "leave out --exp-avg-dtype --exp-avg-sq-dtype to resume" in said
+    assert _state_refusal(state.run, Resumed({"config": {"optim": {"lr": 0.1}}})) is None
 
 
 def test_masters_change_their_form_without_a_phase(tmp_path: Path) -> None:
