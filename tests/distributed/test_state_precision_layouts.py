@@ -34,11 +34,10 @@ WAYS = [
 ]
 
 
-def low_state(way: Way, *, low_grads: bool = False) -> RunConfig:
+def low_state(way: Way) -> RunConfig:
     config = config_of(way, bf16=True)
     return dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, grad_reduce_in_bf16=low_grads),
         optim=dataclasses.replace(
             config.optim,
             clip_grad=0.0,  # the sum of a norm has another order in each layout
@@ -192,7 +191,9 @@ def test_a_run_with_all_of_it_resumes_with_the_same_bits(
     way: Way, tmp_path: Path, pools: WorkerPools
 ) -> None:
     """Gradients and moments are bf16, and masters are pairs; losses are near those of float32."""
-    config, folder = low_state(way, low_grads=True), str(tmp_path)
+    config, folder = low_state(way), str(tmp_path)
+    parallel = dataclasses.replace(config.parallel, grad_reduce_in_bf16=True)
+    config = dataclasses.replace(config, parallel=parallel)
 
     def of(*arguments: Any) -> tuple[list[float], dict[str, Tensor]]:
         found = pools.run(trained, 2, way, *arguments, layout=way.layout)

@@ -45,6 +45,26 @@ def test_a_step_has_the_sum_of_its_parts_and_a_run_its_days(capsys):
     assert "Exchanges among more than 4 GPUs were not measured" in text
 
 
+def test_an_update_takes_the_time_of_the_bytes_that_it_moves(capsys):
+    """The measured one moves 30 bytes per element; norms and routers keep gradients in fp32."""
+    rates = measured_rates()["H200"]
+    low = [
+        "--use-precision-aware-optimizer",
+        "--exp-avg-dtype",
+        "bf16",
+        "--exp-avg-sq-dtype",
+        "bf16",
+    ]
+    update = [
+        plan(capsys, *FLAGS, *more)["time"]["parts"]["update"]
+        for more in ([], ["--grad-reduce-in-bf16"], low, [*low, "--grad-reduce-in-bf16"])
+    ]
+    elements = update[0] / (rates.update_element + rates.zero_element)
+    for found, moved in zip(update, (30, 30, 20, 18), strict=True):
+        wanted = elements * (rates.update_element * moved / 30 + rates.zero_element)
+        assert found == pytest.approx(wanted, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "flags, reason",
     [

@@ -202,6 +202,8 @@ def test_gradients_in_bf16_update_as_float32_gradients_of_the_same_values(precis
         optimizer = Optimizer(
             buffers, precision=precision, clip_grad=0.0, params_norm=True, count_zeros_of=1075
         )
+        dtypes = [{grad.dtype for grad in group.grads} for group in optimizer._slices]
+        assert all(len(alike) == 1 for alike in dtypes)
         assert buffers.low_grads.numel() == (gradients.low and 4096)
         for number in range(3):
             for name, parameter in buffers.parameters.items():
