@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.command import show
-from megatron_packed.cli.plan_time import assumption_about_exchanges, duration
+from megatron_packed.cli.plan_time import assumption_about_exchanges, in_usual_unit
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig, every_field
@@ -103,9 +103,9 @@ def search_command(
     from megatron_packed.models.estimate.layout_search import (
         LEAST_MEMORY_LAST,
         LayoutSearch,
-        layouts_of,
+        layouts_to_search,
     )
-    from megatron_packed.models.estimate.run_estimate import pieces_of
+    from megatron_packed.models.estimate.run_estimate import pieces_of_documents
 
     begun = perf_counter()
     other = OtherOptions(run_flags, run.world_size)
@@ -116,12 +116,12 @@ def search_command(
         world_size=run.world_size,
         vocab_size=run.vocab_size,
         documents=run.documents,
-        lengths=pieces_of(run.config, run.lengths),
+        lengths=pieces_of_documents(run.config, run.lengths),
         rates=measured_rates()[gpu[0].upper()],
         limit=run.limit,
         memory_options=LEAST_MEMORY_LAST[:1] if chosen else LEAST_MEMORY_LAST,
     )
-    result = search.fastest(list(layouts_of(run.config, run.world_size)), _LISTED)
+    result = search.fastest(list(layouts_to_search(run.config, run.world_size)), _LISTED)
     rows = [_row(run, layout, gpu, other.flags(layout.options)) for layout in result.fitting]
     if as_json:
         print(json.dumps({"allowed": result.allowed, "layouts": rows}))
@@ -154,7 +154,7 @@ def _lines(
 ) -> list[str]:
     head = (
         f"{result.allowed:,} layouts of {run.world_size:,} GPUs are allowed; searched in "
-        f"{duration(seconds)}."
+        f"{in_usual_unit(seconds)}."
     )
     if not rows:
         return [

@@ -169,18 +169,18 @@ def time_lines(time: RunTime | None, reason: str, work: StepWork, world_size: in
     of_run = ""
     if time.steps is not None and time.seconds is not None:
         noun = "step" if time.steps == 1 else "steps"
-        of_run = f", and the run of {time.steps:,} {noun} {duration(time.seconds)}"
+        of_run = f", and the run of {time.steps:,} {noun} {in_usual_unit(time.seconds)}"
     if time.parts is None:
         return [
             f"At {time.mfu:g} % MFU, of {time.peak_flops / 1e12:g} TFLOP/s in bf16 of each {time.gpu}, a step takes "
-            f"{duration(time.step_seconds)}{of_run} (--mfu and --gpu change this assumption)."
+            f"{in_usual_unit(time.step_seconds)}{of_run} (--mfu and --gpu change this assumption)."
         ]
     parts = ", ".join(
-        f"{name} {duration(seconds)}" for name, seconds in time.parts.items() if seconds
+        f"{name} {in_usual_unit(seconds)}" for name, seconds in time.parts.items() if seconds
     )
     speed = work.tokens / time.step_seconds / world_size
     return [
-        f"By the rates measured on {time.gpu}, a step takes {duration(time.step_seconds)} ({parts}){of_run}: "
+        f"By the rates measured on {time.gpu}, a step takes {in_usual_unit(time.step_seconds)} ({parts}){of_run}: "
         f"{speed:,.0f} tokens/s of each GPU, {time.mfu:.1f} % MFU.",
         "This is the time of full packs in CUDA graphs, with the default kernels and balanced experts."
         + assumption_about_exchanges(world_size),
@@ -197,7 +197,7 @@ def assumption_about_exchanges(world_size: int) -> str:
     )
 
 
-def duration(seconds: float) -> str:
+def in_usual_unit(seconds: float) -> str:
     """Return a time in its usual unit, such as ``27 s`` or ``25 days``."""
     name, unit, _ = next(row for row in _UNITS if seconds >= row[2])
     amount = seconds / unit

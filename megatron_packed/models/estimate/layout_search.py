@@ -178,7 +178,7 @@ class _Planned(NamedTuple):
     imagined: Imagined
 
 
-def layouts_of(config: RunConfig, world_size: int) -> Iterator[Options]:
+def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
     """Yield options of all layouts of ``world_size`` processes; not all of them may be allowed.
 
     Options that the user gave and that are no sizes stay as they are.

@@ -139,11 +139,11 @@ def measured_time(
     """
     with no_collection(), compiler_not_imported():
         imagined = Imagined.from_config(config, world_size, vocab_size)
-        pieces = pieces_of(config, lengths)
+        pieces = pieces_of_documents(config, lengths)
         return step_time(config, imagined, documents, pieces, measured_rates()[gpu.upper()])
 
 
-def pieces_of(config: RunConfig, lengths: Lengths) -> Lengths:
+def pieces_of_documents(config: RunConfig, lengths: Lengths) -> Lengths:
     """Return the tokens of the pieces in which documents of these lengths are packed."""
     packing = config.packing
     return Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length
@@ -336,7 +336,7 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
             dropped.
     """
     packing = config.packing
-    pieces = pieces_of(config, lengths)
+    pieces = pieces_of_documents(config, lengths)
     if not pieces.size:
         raise ValueError(
             f"no document has at most {flags.MAX_DOCUMENT_LENGTH} ({packing.max_document_length}) tokens."

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_packed.cli.main import main
-from megatron_packed.cli.plan_time import duration
+from megatron_packed.cli.plan_time import in_usual_unit
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.explain import op_requests
 from megatron_packed.models.flops import FlopCounter
@@ -432,4 +432,4 @@ def test_the_time_of_a_step_states_its_assumption(capsys):
     ],
 )
 def test_times_have_usual_units(seconds, text):
-    assert duration(seconds) == text
+    assert in_usual_unit(seconds) == text
