@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "beside_megatron": HYBRID,
     "capacity_cost": ("varlen_attention", "ssd", "causal_conv1d", "gated_rms_norm"),
     "doubled_beta": ("gated_delta_rule",),
+    "doubled_beta_errors": ("gated_delta_rule",),
     "elementwise": ("activation", "causal_conv1d", "gated_rms_norm", "rms_norm"),
     "expert_graphs": WITH_EXPERTS,
     "full_step": HYBRID,
