@@ -204,7 +204,8 @@ class FlatBuffers:
 
         For one rank this is the identity.
         """
-        all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
+        if groups.world_size > 1:
+            all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
 
     def reduce(self, groups: ParallelGroups) -> None:
         """Reduce gradients to the rank that owns them, and all-reduce extras and counters.
