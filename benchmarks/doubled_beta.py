@@ -1,11 +1,12 @@
 """Measures the gated delta rule with a doubled beta: errors for one repeated key, and times.
 
-    python benchmarks/doubled_beta.py [--before CHECKOUT]
+    python benchmarks/doubled_beta.py [--before CHECKOUT | --errors]
 
 - Errors are norms of the difference to the reference in float64, relative to its norm. All tokens have
   one key, beta is near 2 and nothing decays. ``reference`` is plain PyTorch with bf16 inputs, ``fla`` are
   the kernels of fla-core, also where the op refuses them because Triton compiles their backward wrongly.
 - Times are of forward and backward on the GPU, for ordinary inputs in bf16.
+- ``--errors`` measures errors alone, into a file of its own.
 - ``--before`` times the kernels of eight sizes without a doubled beta, also with the package of another
   checkout, in turns. A ratio above 1 means that this checkout takes longer.
 """
@@ -113,6 +114,7 @@ def main() -> None:
     harness.common_arguments(parser)
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--times", action="store_true", help="print the times of eight sizes only")
+    parser.add_argument("--errors", action="store_true", help="measure errors only")
     arguments = parser.parse_args()
     device = device_from(arguments.device)
     if arguments.times:
@@ -123,9 +125,10 @@ def main() -> None:
     results: dict[str, Any] = {"size": size._asdict()}
 
     def save() -> None:
-        harness.save("doubled_beta", results, folder=arguments.results)
+        name = "doubled_beta_errors" if arguments.errors else "doubled_beta"
+        harness.save(name, results, folder=arguments.results)
 
-    for doubled in (False, True):
+    for doubled in () if arguments.errors else (False, True):
         timed = harness.wall if device.type == "cpu" else harness.device_time
         results[f"times, doubled {doubled}"] = timed(
             pass_of(size, device, doubled=doubled, backend=backend)

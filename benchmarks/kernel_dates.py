@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "capacity_cost": ("varlen_attention", "ssd", "causal_conv1d", "gated_rms_norm"),
     "command_line_runs": (*WITH_EXPERTS, "gated delta net"),
     "doubled_beta": ("gated_delta_rule",),
+    "doubled_beta_errors": ("gated_delta_rule",),
     "elementwise": ("activation", "causal_conv1d", "gated_rms_norm", "rms_norm"),
     "expert_graphs": WITH_EXPERTS,
     "full_step": HYBRID,

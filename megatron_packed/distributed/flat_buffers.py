@@ -226,6 +226,8 @@ class FlatBuffers:
 
         For one rank this is the identity.
         """
+        if groups.world_size == 1:
+            return
         all_reduce_gradients(self.storage, groups, self.layout.expert_numel)
         for bucket in self.layout.buckets:
             if bucket.part.low:

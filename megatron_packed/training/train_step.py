@@ -432,7 +432,7 @@ class TrainStep:
         with record_function("dp::reduce"):
             if self.overlapped is not None:
                 self.overlapped.finish()
-            elif self.groups.world_size > 1:
+            else:
                 self.buffers.reduce(self.groups)
 
     def _watch_gradient(self, _module: nn.Module, _inputs: object, embedded_TD: Tensor) -> None:

@@ -348,3 +348,13 @@ def test_an_older_manifest_may_write_null_for_an_empty_list() -> None:
     assert same_numbers.different_entries({"names": []}, {"names": None}) == []
     [said] = same_numbers.different_entries({"names": []}, {"names": 0})
     assert said == "manifest.names: [], not 0"
+
+
+def test_an_older_manifest_may_lack_an_option() -> None:
+    from same_numbers import different_entries
+
+    newer, options = {"optim": {"lr": 1, "new": 2}}, "manifest.metadata.config"
+    assert different_entries(newer, {"optim": {"lr": 1}}, options) == []
+    assert different_entries(newer, {"optim": {"lr": 2}}, options) != []
+    assert different_entries({"optim": {}}, newer, options) != []
+    assert different_entries(newer, {"optim": {"lr": 1}}) != []
