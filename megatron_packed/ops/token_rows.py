@@ -26,7 +26,7 @@ def add_token_rows(table_VD: Tensor, tokens_T: Tensor, rows_TD: Tensor) -> None:
     """Compute ``table[tokens[t]] += rows[t]`` for all t, in fp32.
 
     Args:
-        table_VD: fp32, contiguous.
+        table_VD: fp32 or bf16, contiguous; a bf16 row is rounded once.
         tokens_T: numbers of rows of the table.
         rows_TD: any floating dtype; any stride between rows.
     """
@@ -70,7 +70,7 @@ def _add_rows_kernel(
         column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         real = column < FEATURES
         table_row = table_ptr + token.to(tl.int64) * FEATURES + column
-        total = load(table_row, real)
+        total = load(table_row, real).to(tl.float32)
         count = ROWS
         while count == ROWS:
             places = place + tl.arange(0, ROWS)

@@ -191,6 +191,14 @@ def test_rows_of_tokens_are_added_to_their_table(tokens, vocab, features):
     torch.testing.assert_close(table.double(), want, rtol=1e-6, atol=1e-5)
 
 
+def test_rows_of_tokens_are_added_in_fp32_to_a_table_in_bf16():
+    rows, table = torch.full((300, 8), 2**-8), torch.ones(2, 8, dtype=torch.bfloat16)
+    add_token_rows(table, torch.ones(300, dtype=torch.int32), rows)
+    # Sums in bf16 would stay at 1, because 2**-8 is half of its last place there.
+    expected = torch.stack([torch.ones(8), 1 + 300 * rows[0]]).bfloat16()
+    assert torch.equal(table, expected)
+
+
 @pytest.mark.parametrize("scaled_in_forward", [False, True])
 @pytest.mark.parametrize(("rows", "vocab"), [(40, 33), (5000, 4500)])
 def test_cross_entropy(rows, vocab, scaled_in_forward):

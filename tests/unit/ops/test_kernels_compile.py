@@ -172,7 +172,9 @@ def gates(size, dtype, in_flat_buffer):
 def token_rows(size, dtype, in_flat_buffer):
     op = import_module(OPS + "token_rows")
     tokens_T = torch.zeros(3, dtype=torch.int32 if in_flat_buffer else torch.int64)
-    op.add_token_rows(torch.zeros(2, size), tokens_T, torch.zeros(3, size, dtype=dtype))
+    for table in (torch.float32, torch.bfloat16):
+        rows = torch.zeros(3, size, dtype=dtype)
+        op.add_token_rows(torch.zeros(2, size, dtype=table), tokens_T, rows)
 
 
 def permutation(size, dtype, in_flat_buffer):
