@@ -71,8 +71,9 @@ class TracedWork:
                 assert isinstance(result, Tensor)
                 asked = self._sees_request(op)
                 # Experts ask for their products once, and then for the activation between them.
-                if op == "activation" and not asked:
-                    op, self._inputs[SECOND_GROUPED] = SECOND_GROUPED, self._inputs["grouped_mlp"]
+                products = self._inputs.get("grouped_mlp")
+                if op == "activation" and products and not asked:
+                    op, self._inputs[SECOND_GROUPED] = SECOND_GROUPED, products
                 self._add(op, tuple(result.shape), result.itemsize, inputs=self._inputs.get(op))
         elif name in _PRODUCTS:
             left, right = args[-2:]
