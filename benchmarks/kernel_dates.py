@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "model_step": HYBRID,
     "offload": HYBRID,
     "op_backends": (*WITH_EXPERTS, "gated delta net"),
+    "optimizer_step": (),
     "packed_vs_padded": HYBRID,
     "packing_report": (),
     "preprocess_speed": (),

@@ -24,6 +24,7 @@ import full_step
 import harness
 import layouts
 import offload
+import real_sizes
 import recipe_mfu
 from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
@@ -56,6 +57,7 @@ RESULTS = (
     "expert_graphs",
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
     BESIDE := "expert_graphs_shared_overlap",
+    WHOLE := "real_sizes_2_8b",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
@@ -364,6 +366,26 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
+def whole_models() -> Iterator[tuple[str, float, float]]:
+    """Yield runs of whole models, with as many documents in a pack as conversations of their data."""
+    found = results(WHOLE)
+    for name, size in found["sizes"].items():
+        words = real_sizes.command_words(
+            real_sizes.SIZES[name],
+            "",
+            found["gpus"],
+            None,
+            found["flags"],
+            quick=False,
+            device="cuda",
+        )
+        at = words.index("--data-path")
+        config = as_measured(parse([*words[:at], *words[at + 2 :], *DATA], found["gpus"]))
+        one = usual(estimates(config, found["gpus"], config.model.vocab_size, documents=32))
+        [run] = size["runs"].values()
+        yield f"whole {name}, {found['gpus']} GPUs", one.allocated / GIB, run["peak_gib"]
+
+
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
     older = (graph_steps(), train_real(), layouts_of_several(), recipes(), overlapped())
@@ -379,6 +401,7 @@ def peaks() -> list[Peak]:
         model_steps(),
         experts("expert_graphs", *SMALL_PACKS),
         of_each_kind(),
+        whole_models(),
     )
     with joined_products():
         found += [Peak(*row) for part in newest for row in part]

@@ -121,6 +121,19 @@ def bytes_of(group: Slices) -> int:
     return 2 * state + written + group.grads[0].element_size()
 
 
+def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of the table, from results in the form of a result file."""
+    return [
+        {
+            "state": name,
+            "ms": harness.shown(found["ms"]),
+            "bytes": found["bytes"],
+            "share": f"{100 * found['share of copy']:.0f} %",
+        }
+        for name, found in results["updates"].items()
+    ]
+
+
 def main() -> None:
     """Measure, and save the results after each state."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

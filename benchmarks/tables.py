@@ -43,6 +43,7 @@ import memory_peaks
 import metadata_sync
 import offload
 import op_backends
+import optimizer_step
 import packed_vs_padded
 import packing_report
 import plan_rates
@@ -290,7 +291,9 @@ TABLES = {
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
     "gradient_sums": Table("gradient_sums.py", "gradient_sums", gradient_sums.rows_of),
+    "optimizer_step": Table("optimizer_step.py", "optimizer_step", optimizer_step.rows_of),
     "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
+    "real_sizes_2_8b": Table("real_sizes.py", "real_sizes_2_8b", real_sizes.rows_of),
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
