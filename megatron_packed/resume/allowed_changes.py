@@ -53,7 +53,7 @@ _EARLIER_TOKENIZER = (
 
 
 class CheckpointUse(Flag):
-    """CheckpointUse of a checkpoint."""
+    """What a run takes from a checkpoint."""
 
     RESUME = auto()
     FINE_TUNE = auto()
