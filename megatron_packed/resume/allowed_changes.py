@@ -53,7 +53,7 @@ _EARLIER_TOKENIZER = (
 
 
 class CheckpointUse(Flag):
-    """What a run takes from a checkpoint."""
+    """Purposes for which a checkpoint is loaded."""
 
     RESUME = auto()
     FINE_TUNE = auto()
