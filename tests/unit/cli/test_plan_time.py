@@ -70,7 +70,9 @@ def test_sums_of_gradients_in_bf16_exchange_half_the_bytes(zero, capsys):
     """Gathers of bf16 weights stay, which are a third of the bytes with ZeRO-1."""
     flags = ["4096" if word == "256" else word for word in FLAGS]  # calls cost little beside bytes
     wide, low = (
-        plan(capsys, *flags, "--world-size", "2", *zero, *more)["time"]["parts"]["exposed exchanges"]
+        plan(capsys, *flags, "--world-size", "2", *zero, *more)["time"]["parts"][
+            "exposed exchanges"
+        ]
         for more in ([], ["--grad-reduce-in-bf16"])
     )
     assert low / wide == pytest.approx(4 / 6 if zero else 1 / 2, rel=0.03)
