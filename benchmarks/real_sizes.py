@@ -6,8 +6,8 @@ The data set comes from `prepare_packs.py`; it is repeated, because only the spe
 weights are random, and no checkpoint is written. Each run is a job of ``--gpus`` processes that calls
 `megatron_packed.train` with the flags of a recipe's model, whole or with its first ``--layers``
 layers. The step has 8 packs for each GPU, and 16 for the mixture of experts: routed at random with
-even loads, and as its untrained router chooses. After 16 steps, of which the last 8 count, 2 steps
-run under a profiler. The peak of memory stands beside that of ``megatron-packed plan``.
+even loads, and as its untrained router chooses. After 16 steps, of which the last 8 count, and one
+more, 2 steps run under a profiler. The peak of memory stands beside that of ``megatron-packed plan``.
 
 With ``--beside-layers`` megatron-core trains the first layers of each model on the same packs with
 ZeRO-1 and both overlaps, and megatron_packed trains the same layers. A run that fails is in the
@@ -52,7 +52,10 @@ from train_real import ROOT
 from workloads import device_from, filled_on_device
 
 STEPS, COUNTED, PROFILED = 16, 8, 2
-"""Number of timed steps, number of the last ones that count, and number of profiled steps after."""
+"""Number of timed steps, number of the last ones that count, and number of profiled steps.
+
+When the metrics of a step arrive, the next step is queued. So one step is neither timed nor profiled.
+"""
 MODELS = ROOT / "examples" / "recipes" / "models"
 OURS, THEIRS = "megatron_packed", "megatron_core"
 EXPERTS = "--moe-token-dispatcher-type alltoall --expert-model-parallel-size"
@@ -104,7 +107,7 @@ def command_words(
     model = f"@{MODELS / size.recipe}.args"
     words = [model, *RUN.split(), *size.flags.format(gpus=gpus).split()]
     pattern = pattern_of(model)
-    words += ["--data-path", data, "--device", device, "--train-iters", str(STEPS + PROFILED)]
+    words += ["--data-path", data, "--device", device, "--train-iters", str(STEPS + 1 + PROFILED)]
     words += ["--global-batch-size", str((1 if quick else size.packs) * gpus)]
     words += (QUICK_RUN if quick else GPU_RUN).split()
     if layers is not None:
@@ -124,20 +127,23 @@ def pattern_of(model: str) -> str:
 
 
 class Watched(Callback):
-    """Measures the peak of memory after the timed steps, and profiles the steps after them."""
+    """Measures the peak of memory after the timed steps, and profiles the last steps.
+
+    It has no ``on_step_end``: with that hook, a run gathers the weights before the next step begins.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._profile = Profile()
 
-    def on_step_end(self, trainer: Any, step: int) -> None:
-        if step == STEPS and not self._profile.begun:
+    def on_metrics(self, trainer: Any, metrics: Any) -> None:
+        if metrics["iteration"] == STEPS and not self._profile.begun:
             self.found |= peaks()
             self._profile.begin()
-        elif step == STEPS + PROFILED and self._profile.begun:
-            self.found |= self._profile.end()
 
     def on_train_end(self, trainer: Any) -> None:
+        if self._profile.begun:
+            self.found |= self._profile.end()
         config, model = trainer.config, trainer.step.model
         self.found["parameters"] = sum(each.numel() for each in model.parameters())
         if trainer.groups.rank == 0:
@@ -172,12 +178,16 @@ class Profile:
             self._profiler.__enter__()
 
     def end(self) -> dict[str, Any]:
-        """Return milliseconds of one step: GPU-busy, exchanged, exposed and idle."""
+        """Return milliseconds of one step: GPU-busy, exchanged, exposed and idle.
+
+        Exchanges after the last computation are left out, because no step follows, under which the
+        weights could be gathered.
+        """
         if self._profiler is None:
             return {}
         torch.cuda.synchronize()
         self._profiler.__exit__(None, None, None)
-        events = harness.device_events(self._profiler)
+        events = until_last_computation(harness.device_events(self._profiler))
         self._profiler = None
         times = layouts.exchange_ms(events, PROFILED)
         busy = harness.union_ms(events) / PROFILED
@@ -187,6 +197,14 @@ class Profile:
             **times,
             "exposed": layouts.exposed_by_name(events, PROFILED),
         }
+
+
+def until_last_computation(events: Sequence[Any]) -> list[Any]:
+    """Return the events without the exchanges that end the list; it is sorted by the start."""
+    kept = list(events)
+    while kept and layouts.is_exchange(kept[-1].name):
+        kept.pop()
+    return kept
 
 
 def peaks() -> dict[str, Any]:
@@ -271,6 +289,7 @@ def train_theirs(words: list[str], device: torch.device) -> dict[str, Any]:
         )
         if number == STEPS:
             found |= peaks()
+        elif number == STEPS + 1:
             profile.begin()
     found |= profile.end()
     data.close()
