@@ -429,6 +429,8 @@ def _experts(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         f"the experts are split over {size} ranks; tokens are dispatched by "
         f"{model.moe_token_dispatcher_type}"
     )
+    if model.sends_tokens:
+        how += ", once to each rank"
     if model.moe_latent_size is not None:
         how += f", in rows of {model.moe_latent_size} channels"
     if factor is not None:

@@ -456,8 +456,10 @@ class HybridModel(nn.Module):
 
     def even_expert_rows(self, total_tokens: int) -> Load:
         """Return the rows of the even shares of a pack. See [Note: bounds of expert buffers]."""
-        rows = self._dispatched(total_tokens) * self.config.moe_router_topk
-        return Load(rows, rows / self.ep.size)
+        tokens = self._dispatched(total_tokens)
+        rows = tokens * self.config.moe_router_topk
+        peer = [layer.mixer.dispatcher.even_part(tokens) for layer in self.moe_layers[:1]]
+        return Load(rows, *(peer or [rows / self.ep.size]))
 
     def _dispatched(self, total_tokens: int) -> int:
         """Return the number of token slots of a pack that this rank dispatches."""

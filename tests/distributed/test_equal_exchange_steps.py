@@ -28,7 +28,9 @@ CASES: dict[str, tuple[Way, dict[str, Any]]] = {
     "heads and rows": (Way(2, cp_size=2, ep_size=2, dispatcher="alltoall"), {}),
     "heads in parts": (Way(2, cp_size=2), {"cp_comm_overlap_parts": 2}),
     "rows of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {}),
+    "tokens of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {"moe_dispatch": "tokens"}),
 }
+"""Layout and more options of the run."""
 
 
 POPULAR = slice(1, 3)
@@ -42,7 +44,9 @@ WIDE = {"moe_expert_rank_capacity_factor": 8.0, "moe_latent_size": 16}
 
 
 def train(groups: ParallelGroups, way: Way, backend: str, flags: dict[str, Any]) -> dict[str, Any]:
-    config = config_of(way, **(WIDE if way.ep_size > 1 else {}))
+    of_model = {name: flags[name] for name in flags if name.startswith("moe_")}
+    flags = {name: flags[name] for name in flags.keys() - of_model.keys()}
+    config = config_of(way, **(WIDE if way.ep_size > 1 else {}), **of_model)
     parallel = dataclasses.replace(config.parallel, all_to_all_backend=backend, **flags)
     config = dataclasses.replace(config, parallel=parallel)
     with stand_in_exchanges():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ PACKS = LENGTHS[:2]
 """Documents of two packs, so that each data-parallel rank has one."""
 
 
-def job_of(groups: ParallelGroups, way: Way, factor: str | None) -> Job:
+def job_of(
+    groups: ParallelGroups, way: Way, factor: str | None, options: Mapping[str, str] = {}
+) -> Job:
     pattern = {"hybrid_layer_pattern": "E*E/E"}
-    return build_job(config_of(way, **{FACTOR: factor, **pattern}), groups, VOCAB)
+    return build_job(config_of(way, **{FACTOR: factor, **pattern, **options}), groups, VOCAB)
 
 
 def results_of(
@@ -56,14 +59,16 @@ def needed_by(groups: ParallelGroups, way: Way, job: Job) -> Load:
     return Load(*(factor / HEAD_ROOM for factor in observed.room.bounds))
 
 
-def compared_bounds(groups: ParallelGroups, way: Way) -> tuple[Load, dict[str, tuple[bool, bool]]]:
+def compared_bounds(
+    groups: ParallelGroups, way: Way, options: Mapping[str, str]
+) -> tuple[Load, dict[str, tuple[bool, bool]]]:
     """Compare runs with bounds with the run without bounds, bit for bit.
 
     Returns:
         The smallest bounds that fit, and for each run: it has the same bits, and its rows fit.
     """
-    wanted, _ = results_of(groups, way, job_of(groups, way, None), None)
-    job = job_of(groups, way, "auto")
+    wanted, _ = results_of(groups, way, job_of(groups, way, None, options), None)
+    job = job_of(groups, way, "auto", options)
     needed, even = needed_by(groups, way, job), job.model.expert_room.even
 
     def less(of_rank: float, of_peer: float) -> Load:
@@ -100,12 +105,16 @@ def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
 
     Only `alltoall` bounds the rows of a peer.
     """
-    for dispatcher in ("alltoall", "allgather"):
+    for dispatcher, options in (
+        ("alltoall", {}),
+        ("allgather", {}),
+        ("alltoall", {"moe_dispatch": "tokens"}),
+    ):
         way = way._replace(dispatcher=dispatcher)
-        ranks = pools.run(compared_bounds, way.world_size, way, layout=way.layout)
+        ranks = pools.run(compared_bounds, way.world_size, way, options, layout=way.layout)
         assert all(needed == ranks[0][0] for needed, _ in ranks), "all ranks set the same bounds"
         short = {"a row of a rank less", "half"}
-        short |= {"a row of a peer less"} if dispatcher == "alltoall" else set()
+        short |= {"a row of a peer less"} if dispatcher != "allgather" else set()
         for name in ranks[0][1]:
             equal, fits = zip(*(runs[name] for _, runs in ranks))
             assert all(fits) == (name not in short), (dispatcher, name, fits)

@@ -88,6 +88,7 @@ ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_token_dispatcher_type": "alltoall"},
 )
+TOKENS = {**ALLTOALL, "moe_dispatch": "tokens"}
 LATENT = {"moe_latent_size": 12, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 PER_DOCUMENT = {
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -307,6 +308,8 @@ def test_ranks_compute_what_one_process_computes(
         Run({**SIGMOID, **ALLTOALL}, "E", split, torch.float32),
         Run({**GATED, **ALLGATHER, "moe_router_load_balancing_type": "seq_aux_loss"}, "E*E", split),
         Run({**SOFTMAX, **ALLGATHER, "moe_router_force_load_balancing": True}, "E*E", split),
+        Run({**GATED, **TOKENS, **LATENT}, "E*E", split),
+        Run({**SIGMOID, **TOKENS, FACTOR: 4.0}, "EE", split),
     ]
     check(pools, world_size, layout, runs[LAYOUTS.index((world_size, layout)) % 2 :: 2])
 
@@ -332,7 +335,7 @@ def test_all_tokens_to_one_expert(
 
     The other experts then have no rows, and most ranks have no rows.
     """
-    runs = [Run({**FAVOURITE, **kind}, "E", favourite=6) for kind in (ALLGATHER, ALLTOALL)]
+    runs = [Run({**FAVOURITE, **kind}, "E", favourite=6) for kind in (ALLGATHER, ALLTOALL, TOKENS)]
     results = pools.run(train_ranks, world_size, runs, layout=layout)
     for i, run in enumerate(runs):
         replicas = replicas_of(world_size, layout)
@@ -357,7 +360,8 @@ def test_capacities(pools: WorkerPools, world_size: int, layout: dict[str, int])
     The Mamba layer gives equal tokens other neighbours. Without it their probabilities would be equal
     up to rounding, and rounding, which differs between layouts on some CPUs, would choose.
     """
-    kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, "moe_pad_expert_input_to_capacity": True})
+    pads = {"moe_pad_expert_input_to_capacity": True}
+    kinds = (ALLGATHER, ALLTOALL, {**ALLTOALL, **pads}, TOKENS, {**TOKENS, **pads})
     runs = [
         Run(
             {
@@ -410,7 +414,10 @@ def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor],
 
 def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> None:
     """Check that ``dispatch`` and ``combine`` share no state except the result of ``dispatch``."""
-    runs = [Run({**SOFTMAX, **kind}, "E") for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED})]
+    runs = [
+        Run({**SOFTMAX, **kind}, "E")
+        for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED}, TOKENS)
+    ]
     for rank in pools.run(between, 2, runs, layout={"ep_size": 2}):
         for apart, together in rank:
             assert not torch.equal(*apart)
@@ -438,7 +445,7 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
     run with sufficient buffers has no overflow.
     """
     runs, repeated = [], []
-    for dispatcher in (ALLGATHER, ALLTOALL):
+    for dispatcher in (ALLGATHER, ALLTOALL, TOKENS):
         small, enough = (
             Run({**FAVOURITE, **dispatcher, FACTOR: factor}, "E", favourite=6)
             for factor in (1.0, float(layout["ep_size"]))
@@ -447,7 +454,7 @@ def test_a_buffer_that_is_too_small_is_known_to_all_who_share_it(
         repeated.append(Run({**SOFTMAX, **dispatcher, FACTOR: 0.3}, full_buffers=True))
     results = pools.run(overflows, world_size, runs, layout=layout)
     for rank, found in enumerate(results):
-        for flags, *without in (found[:3], found[3:]):
+        for flags, *without in (found[:3], found[3:6], found[6:]):
             assert any(flags) and set(flags) <= {0.0, 1.0}, f"rank {rank} does not know"
             assert not any(flag for other in without for flag in other)
     for first in range(0, world_size, layout.get("tp_size", 1)):
@@ -578,13 +585,16 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
         {**SOFTMAX, **ALLTOALL, "moe_expert_rank_capacity_factor": "auto"},
         {**SIGMOID, **ALLGATHER, **CAPACITY},
         {**SOFTMAX, **ALLTOALL, **PADDED},
+        {**SOFTMAX, **TOKENS, "moe_expert_rank_capacity_factor": "auto"},
+        {**SOFTMAX, **TOKENS, **PADDED},
         {**SOFTMAX, **ALLTOALL},
+        {**SOFTMAX, **TOKENS},
     ]
     runs = [Run(changes, "E-", dtype=torch.float32) for changes in kinds]
     for layout in ({"ep_size": 2}, {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2}):
         for rank in pools.run(recorded_runs, 2, runs, layout=layout):
             for run, (first, second) in zip(runs, rank):
-                exact_splits = run.changes == kinds[-1]
+                exact_splits = run.changes in kinds[-2:]
                 assert asks(first) == exact_splits, run
                 assert exact_splits or first == second, run
 
@@ -633,7 +643,7 @@ def test_other_documents_do_not_change_by_a_bit(
 
     The same experts process the tokens of all these packs.
     """
-    runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in (ALLGATHER, ALLTOALL)]
+    runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in (ALLGATHER, ALLTOALL, TOKENS)]
     runs = with_and_without_sequence_parallel(layout, runs)
     results = pools.run(leaks, world_size, runs, layout=layout)
     for rank, found in enumerate(results):

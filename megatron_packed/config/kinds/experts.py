@@ -234,6 +234,19 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         },
         only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
+    moe_dispatch: str = option(
+        "rows",
+        "What alltoall sends to another rank: a row for each of a token's experts there, or "
+        "the token once (tokens). Then the rank sums the results of its experts, and the sum is "
+        "rounded before it travels back.",
+        choices=("rows", "tokens"),
+        training_only=True,
+        only_if=(
+            EXPERT_LAYERS,
+            EXPERTS_ON_RANKS,
+            option_is_not("model.moe_token_dispatcher_type", "allgather"),
+        ),
+    )
     moe_shared_expert_overlap: bool = option(
         False,
         "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "
@@ -260,6 +273,11 @@ class ExpertOptions(StackOptions, group=EXPERTS):
     def routed_width(self) -> int:
         """Return the width of the rows that routed experts process: latent or hidden size."""
         return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Return whether a token travels once to each rank of its experts."""
+        return self.moe_token_dispatcher_type == "alltoall" and self.moe_dispatch == "tokens"  # noqa: S105
 
     @property
     def limiting_expert_groups(self) -> tuple[int, int] | None:

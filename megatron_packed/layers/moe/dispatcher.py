@@ -206,6 +206,14 @@ class Dispatcher(ABC):
         """
         return tokens * self.config.moe_router_topk
 
+    def even_part(self, tokens: int) -> float:
+        """Return the rows that a rank sends to another one if all ranks get equally many.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
+        return tokens * self.config.moe_router_topk / self.ep.size
+
     def exact_rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a buffer for ``needed`` rows."""
         return self.room.same_tiles(max(needed, 1), self.num_local, self.worst_rows(tokens))

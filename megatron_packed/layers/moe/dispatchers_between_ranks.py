@@ -215,7 +215,7 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         """
         if self.ep.exchange is None or self.ep.exchange.memory is None:
             return None
-        even = tokens * self.config.moe_router_topk // self.ep.size
+        even = int(self.even_part(tokens))
         counts_ee = counts_eeL.sum(dim=2)
         return used_rows(counts_ee, self.ep.rank, x_RD[0], even, self.part_rows(tokens))
 
@@ -227,8 +227,7 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         """
         worst, bounds = self.worst_rows(tokens) // self.ep.size, self.room.bounds
         assert bounds is not None, "this dispatcher is made for bounded buffers only"
-        even = tokens * self.config.moe_router_topk / self.ep.size
-        return bounded_rows(even, bounds.peer, worst)
+        return bounded_rows(self.even_part(tokens), bounds.peer, worst)
 
     def buffer_rows(self, tokens: int) -> int:
         return self.bounded_rows(tokens)

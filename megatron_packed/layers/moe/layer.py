@@ -414,6 +414,14 @@ def make_dispatcher(config: ModelConfig, ep: ExpertParallel, backends: Backends)
     """Return the dispatcher that ``config`` selects, or `LocalDispatcher` without a group."""
     if ep.group is None:
         return LocalDispatcher(config, ep, backends)
+    if config.sends_tokens:
+        from megatron_packed.layers.moe import token_dispatchers as by_token
+
+        if config.moe_pad_expert_input_to_capacity:
+            return by_token.PaddedTokenDispatcher(config, ep, backends)
+        if config.moe_expert_rank_capacity_factor is not None:
+            return by_token.BoundedTokenDispatcher(config, ep, backends)
+        return by_token.TokenDispatcher(config, ep, backends)
     from megatron_packed.layers.moe import dispatchers_between_ranks as between
 
     kind: type[Dispatcher] = between.AllToAllDispatcher

@@ -38,7 +38,7 @@ class _ReferenceGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None]:
         (row_TK,) = ctx.saved_tensors
-        return _sum_over_routes(dx_RD, None, row_TK), None, None
+        return _sum_rows(dx_RD, None, row_TK), None, None
 
 
 class _ReferenceCombine(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _ReferenceCombine(torch.autograd.Function):
         ctx: Any, y_RD: Tensor, weights_TK: Tensor, token_R: Tensor, route_R: Tensor, row_TK: Tensor
     ) -> Tensor:
         ctx.save_for_backward(y_RD, weights_TK, token_R, route_R, row_TK)
-        return _sum_over_routes(y_RD, weights_TK, row_TK)
+        return _sum_rows(y_RD, weights_TK, row_TK)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -75,7 +75,7 @@ def _at(x_ND: Tensor, index: Tensor) -> Tensor:
     return x_ND[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
 
-def _sum_over_routes(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     total_TD = y_RD.new_zeros(row_TK.shape[0], y_RD.shape[1], dtype=dtype)
     for k in range(row_TK.shape[1]):

@@ -1,0 +1,329 @@
+"""All-to-all dispatchers that send a token once to each rank, whichever of the rank's experts it needs.
+
+`dispatchers_between_ranks` sends a row for each route instead. With 128 experts on 4 ranks and 6 experts
+per token, a token then has 6 rows, of which 4.5 leave the rank. Here it has 3.3 rows, of which 2.5 leave
+the rank.
+
+[Note: one row for each token and rank]
+A gather gives every rank the routes of all tokens: expert numbers, and weights in fp32. So each rank
+knows which tokens arrive, in the order of the sending ranks and of their tokens. It copies an arrived
+row to the rows of its experts, which are in the order of `AllToAllDispatcher`: by expert, then by the
+sending rank, then by token. It then sums the weighted results of its experts for the token, in the order
+of the token's routes, and sends one row back. The token's rank adds the rows of all ranks in the order
+of the ranks. A weight's gradient is computed where the expert is, and the gather's backward pass brings
+it back in fp32.
+
+In comparison with a row for each route, the sum of a rank is rounded to the dtype of the rows before it
+travels. All forms of this module have the same bits.
+
+Letters: as in `dispatcher`; P rows of a part, L experts of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
+from megatron_packed.distributed.differentiable import gather_rows
+from megatron_packed.layers.moe.capacity import NOWHERE
+from megatron_packed.layers.moe.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    Exchange,
+    no_overflow,
+    no_rows,
+)
+from megatron_packed.layers.moe.expert_room import bounded_rows
+from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.permute.summed_rows import sum_rows
+from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllRoutes:
+    """Routes of the tokens of all ranks."""
+
+    ids_GK: Tensor
+    """``(G, K)`` int32 expert numbers, or ``NOWHERE``."""
+    weights_GK: Tensor
+    """``(G, K)`` weights, with gradient."""
+    reached_eTe: Tensor
+    """``(e, T, e)`` bool: whether a token of a rank has an expert on each rank."""
+    counts_ee: Tensor
+    """``(e, e)`` int64: rows from each rank to each rank."""
+    rows_e: Tensor
+    """``(e,)`` int64: rows of the experts of each rank."""
+
+    @property
+    def needed_2(self) -> Tensor:
+        """``(2,)`` float32: the most rows of a rank's experts, and the most rows of a peer."""
+        return torch.stack([self.rows_e.amax(), self.counts_ee.amax()]).float()
+
+
+class TokenDispatcher(Dispatcher):
+    """Dispatcher that sends each token once to every rank with one of its experts, and back.
+
+    The host reads the numbers of rows from the device once per layer and forward pass.
+    """
+
+    static = False
+
+    def dispatch(
+        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Dispatched:
+        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
+        tokens, me = x_TD.shape[0], self.ep.rank
+        if x_TD.is_meta:
+            sent = received = [math.ceil(self.even_part(tokens))] * self.ep.size
+            rows = self._rows_on_meta(tokens)
+        else:
+            # The host sync.
+            *counts, rows = torch.cat(
+                [routes.counts_ee.flatten(), routes.rows_e[me, None]]
+            ).tolist()
+            sent = counts[me * self.ep.size : (me + 1) * self.ep.size]
+            received = counts[me :: self.ep.size]
+        permuted = permute(
+            x_TD, self._ranks_of(routes), self.ep.size, rows=sum(sent), backend=self.backend
+        )
+        x_SD = exchange_rows(permuted.x_RD, sent, received, self.ep.group)
+        place_G = routes.reached_eTe[:, :, me].flatten().cumsum(0) - 1
+        token_S = self._arrived_tokens(routes, place_G, sum(received))
+        ids_SK, weights_SK = self._arrived_routes(routes, token_S)
+        arrived = permute(
+            x_SD, ids_SK, self.num_local, rows=self.exact_rows(rows, tokens), backend=self.backend
+        )
+        return Dispatched(
+            x_RD=arrived.x_RD,
+            offsets_E=arrived.offsets_E,
+            overflow=no_overflow(x_TD),
+            rows_2=routes.needed_2,
+            permuted=permuted,
+            weights_TK=weights_SK,
+            exchange=Exchange(sent, received),
+            arrived=arrived,
+        )
+
+    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        assert dispatched.arrived is not None, "combine() needs a result of dispatch()"
+        y_SD = unpermute(y_RD, dispatched.arrived, dispatched.weights_TK, backend=self.backend)
+        return sum_rows(self._back(y_SD, dispatched), dispatched.permuted, backend=self.backend)
+
+    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Return the rows that this rank sent, as the ranks of the experts send them back."""
+        assert dispatched.exchange is not None
+        sent, received = dispatched.exchange
+        return exchange_rows(y_SD, received, sent, self.ep.group)
+
+    def routes_of_all(self, ids_TK: Tensor, weights_TK: Tensor) -> AllRoutes:
+        """Gather the routes of all ranks. See [Note: one row for each token and rank]."""
+        tokens, ranks = ids_TK.shape[0], self.ep.size
+        # One gather of float32, which represents every expert number exactly.
+        routes_T2K = torch.cat([weights_TK, ids_TK.to(weights_TK.dtype)], dim=1)
+        weights_GK, numbers_GK = gather_rows(routes_T2K, self.ep.group).chunk(2, dim=1)
+        ids_GK = numbers_GK.detach().to(torch.int32)
+        # -1 for a route without an expert (NOWHERE), which no rank counts.
+        rank_GK1 = torch.div(ids_GK, self.num_local, rounding_mode="floor")[:, :, None]
+        chosen_GKe = rank_GK1 == torch.arange(ranks, dtype=torch.int32, device=ids_TK.device)
+        reached_eTe = chosen_GKe.any(dim=1).view(ranks, tokens, ranks)
+        return AllRoutes(
+            ids_GK=ids_GK,
+            weights_GK=weights_GK,
+            reached_eTe=reached_eTe,
+            counts_ee=reached_eTe.sum(dim=1),
+            rows_e=chosen_GKe.sum(dim=(0, 1)),
+        )
+
+    def _ranks_of(self, routes: AllRoutes) -> Tensor:
+        """Return ``(T, e)`` ranks to which this rank's tokens go; ``NOWHERE`` for the others."""
+        rank_e = torch.arange(self.ep.size, device=routes.ids_GK.device)
+        return rank_e.expand_as(routes.reached_eTe[0]).masked_fill(
+            ~routes.reached_eTe[self.ep.rank], NOWHERE
+        )
+
+    def _arrived_tokens(self, routes: AllRoutes, place_G: Tensor, rows: int) -> Tensor:
+        """Return ``(rows,)`` int64 token of each arrived row, among those of all ranks; else -1.
+
+        Args:
+            place_G: row of each token that arrives, if it is smaller than ``rows``.
+        """
+        reached_G = routes.reached_eTe[:, :, self.ep.rank].flatten()
+        # Tokens without a row all write to one extra element, which is cut off.
+        place_G = place_G.masked_fill(~reached_G, rows).clamp(max=rows)
+        token_S = place_G.new_full((rows + 1,), -1)
+        number_G = torch.arange(place_G.shape[0], device=place_G.device)
+        return token_S.scatter_(0, place_G, number_G)[:rows]
+
+    def _arrived_routes(self, routes: AllRoutes, token_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(S, K)`` local expert numbers and weights of arrived rows.
+
+        Routes to experts of other ranks have other numbers, so `permute` ignores them.
+        """
+        unused_S1 = (token_S < 0)[:, None]
+        read_S = token_S.clamp(min=0)
+        ids_SK = routes.ids_GK[read_S] - self.ep.rank * self.num_local
+        # A token arrives at most once, so the gradient of each weight is one term, and zeros of
+        # unused rows.
+        weights_SK = routes.weights_GK.index_select(0, read_S).masked_fill(unused_S1, 0)
+        return ids_SK.masked_fill(unused_S1, NOWHERE), weights_SK
+
+    def even_part(self, tokens: int) -> float:
+        return tokens * reach(self.config.moe_router_topk, self.num_experts, self.num_local)
+
+    def worst_part(self, tokens: int) -> int:
+        """Return the largest number of rows that a rank can send to another one.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
+        return min(tokens, self.num_local * self.capacity(tokens))
+
+    def _rows_on_meta(self, tokens: int) -> int:
+        """Return the rows of this rank's experts on the meta device, whose routing has no values."""
+        worst = self.worst_rows(tokens)
+        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
+
+
+class BoundedTokenDispatcher(TokenDispatcher):
+    """`TokenDispatcher` with parts of equal, bounded size, which a CUDA graph can capture.
+
+    See [Note: parts of a bounded size] and [Note: bounds of expert buffers].
+    """
+
+    static = True
+
+    def dispatch(
+        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Dispatched:
+        if not self.room.fixed:
+            return super().dispatch(x_TD, topk_expert_ids_TK, topk_weights_TK)
+        tokens = x_TD.shape[0]
+        part, rows = self.part_rows(tokens), self.buffer_rows(tokens)
+        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
+        permuted = permute(
+            x_TD,
+            self._ranks_of(routes),
+            self.ep.size,
+            rows_per_part=(self.ep.size, part),
+            backend=self.backend,
+        )
+        used = self._used(routes, permuted.x_RD, tokens)
+        x_SD = self._exchanged(permuted.x_RD, used)
+        ids_SK, weights_SK = self._arrived_routes(routes, self._tokens_of_parts(routes, part))
+        arrived = permute(x_SD, ids_SK, self.num_local, rows=rows, backend=self.backend)
+        rows_2 = routes.needed_2
+        return Dispatched(
+            x_RD=arrived.x_RD,
+            offsets_E=arrived.offsets_E,
+            overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
+            rows_2=rows_2,
+            permuted=permuted,
+            weights_TK=weights_SK,
+            arrived=arrived,
+            used=used,
+        )
+
+    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> Tensor:
+        if dispatched.exchange is not None:
+            return super()._back(y_SD, dispatched)
+        used = None if dispatched.used is None else dispatched.used.reversed
+        return self._exchanged(y_SD, used)
+
+    def _exchanged(self, rows_SD: Tensor, used: UsedRows | None = None) -> Tensor:
+        """Exchange part r of the rows, ``(e P, D)``, with rank r."""
+        parts = rows_SD.view(self.ep.size, -1, rows_SD.shape[1])
+        return exchange_equal_parts(parts, self.ep.exchange, used).flatten(0, 1)
+
+    def _tokens_of_parts(self, routes: AllRoutes, part: int) -> Tensor:
+        """Return ``(e P,)`` token of each row of the arrived parts; -1 for an unused row."""
+        reached_eT = routes.reached_eTe[:, :, self.ep.rank]
+        place_eT = reached_eT.cumsum(dim=1) - 1
+        rows = self.ep.size * part
+        first_e1 = torch.arange(self.ep.size, device=place_eT.device)[:, None] * part
+        place_eT = torch.where(place_eT < part, place_eT + first_e1, rows)
+        return self._arrived_tokens(routes, place_eT.flatten(), rows)
+
+    def _used(self, routes: AllRoutes, x_RD: Tensor, tokens: int) -> UsedRows | None:
+        """Return the used rows of the parts: an even share is copied in any case.
+
+        The result is None for a collective, which exchanges all rows.
+        """
+        if self.ep.exchange is None or self.ep.exchange.memory is None:
+            return None
+        certain = math.ceil(self.even_part(tokens))
+        return used_rows(routes.counts_ee, self.ep.rank, x_RD[0], certain, self.part_rows(tokens))
+
+    def part_rows(self, tokens: int) -> int:
+        """Return P, the number of rows that this rank sends to each rank.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
+        bounds = self.room.bounds
+        assert bounds is not None, "this dispatcher is made for bounded buffers only"
+        return bounded_rows(self.even_part(tokens), bounds.peer, self.worst_part(tokens))
+
+    def buffer_rows(self, tokens: int) -> int:
+        return self.bounded_rows(tokens)
+
+
+class PaddedTokenDispatcher(BoundedTokenDispatcher):
+    """`TokenDispatcher` that pads the rows of every expert to its capacity.
+
+    The rows of an expert from one rank have a fixed size, as in `PaddedAllToAllDispatcher`.
+    """
+
+    def dispatch(
+        self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> Dispatched:
+        tokens, ranks = x_TD.shape[0], self.ep.size
+        part, capacity = self.worst_part(tokens), self.capacity(tokens)
+        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
+        permuted = permute(
+            x_TD,
+            self._ranks_of(routes),
+            ranks,
+            rows_per_part=(ranks, part),
+            backend=self.backend,
+        )
+        x_SD = self._exchanged(permuted.x_RD)
+        ids_SK, weights_SK = self._arrived_routes(routes, self._tokens_of_parts(routes, part))
+        # The rows of an expert are those of rank 0, then those of rank 1, each padded.
+        from_S1 = torch.arange(ranks, device=ids_SK.device).repeat_interleave(part)[:, None]
+        local_SK = (ids_SK >= 0) & (ids_SK < self.num_local)
+        places_SK = torch.where(local_SK, ids_SK * ranks + from_S1, NOWHERE)
+        arrived = permute(
+            x_SD,
+            places_SK,
+            self.num_local * ranks,
+            rows_per_expert=capacity,
+            backend=self.backend,
+        )
+        ends_L = torch.arange(1, self.num_local + 1, dtype=torch.int32, device=x_TD.device)
+        return Dispatched(
+            x_RD=arrived.x_RD,
+            offsets_E=ends_L * (ranks * capacity),
+            overflow=no_overflow(x_TD),
+            rows_2=no_rows(x_TD),
+            permuted=permuted,
+            weights_TK=weights_SK,
+            arrived=arrived,
+        )
+
+    def worst_rows(self, tokens: int) -> int:
+        return self.num_local * self.ep.size * self.capacity(tokens)
+
+    def buffer_rows(self, tokens: int) -> int:
+        return self.worst_rows(tokens)
+
+
+def reach(routes: int, experts: int, local: int) -> float:
+    """Return the probability that a token has one of the ``local`` experts of a rank.
+
+    Its experts are ``routes`` different ones of ``experts``, chosen at random.
+    """
+    return 1 - math.comb(experts - local, routes) / math.comb(experts, routes)
