@@ -236,9 +236,9 @@ class ExpertOptions(StackOptions, group=EXPERTS):
     )
     moe_dispatch: str = option(
         "rows",
-        "What alltoall sends to another rank: a row for each of a token's experts there, or "
-        "the token once (tokens). Then the rank sums the results of its experts, and the sum is "
-        "rounded before it travels back.",
+        "Rows that alltoall sends: one for each expert of a token (rows), or one for each rank of "
+        "its experts (tokens). With tokens a rank sums the results of its experts, and rounds the "
+        "sum before it travels back.",
         choices=("rows", "tokens"),
         training_only=True,
         only_if=(

@@ -39,7 +39,7 @@ from megatron_packed.layers.moe.dispatcher import (
 )
 from megatron_packed.layers.moe.expert_room import bounded_rows
 from megatron_packed.ops.permute.api import permute, unpermute
-from megatron_packed.ops.permute.summed_rows import sum_rows
+from megatron_packed.ops.permute.gathers import copy_rows, sum_rows
 from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
 
 
@@ -91,9 +91,9 @@ class TokenDispatcher(Dispatcher):
             x_TD, self._ranks_of(routes), self.ep.size, rows=sum(sent), backend=self.backend
         )
         x_SD = exchange_rows(permuted.x_RD, sent, received, self.ep.group)
-        place_G = routes.reached_eTe[:, :, me].flatten().cumsum(0) - 1
-        token_S = self._arrived_tokens(routes, place_G, sum(received))
-        ids_SK, weights_SK = self._arrived_routes(routes, token_S)
+        reached_G = routes.reached_eTe[:, :, me].flatten()
+        place_G = torch.where(reached_G, reached_G.cumsum(0) - 1, sum(received))
+        ids_SK, weights_SK = self._arrived_routes(routes, place_G, sum(received))
         arrived = permute(
             x_SD, ids_SK, self.num_local, rows=self.exact_rows(rows, tokens), backend=self.backend
         )
@@ -145,31 +145,24 @@ class TokenDispatcher(Dispatcher):
             ~routes.reached_eTe[self.ep.rank], NOWHERE
         )
 
-    def _arrived_tokens(self, routes: AllRoutes, place_G: Tensor, rows: int) -> Tensor:
-        """Return ``(rows,)`` int64 token of each arrived row, among those of all ranks; else -1.
-
-        Args:
-            place_G: row of each token that arrives, if it is smaller than ``rows``.
-        """
-        reached_G = routes.reached_eTe[:, :, self.ep.rank].flatten()
-        # Tokens without a row all write to one extra element, which is cut off.
-        place_G = place_G.masked_fill(~reached_G, rows).clamp(max=rows)
-        token_S = place_G.new_full((rows + 1,), -1)
-        number_G = torch.arange(place_G.shape[0], device=place_G.device)
-        return token_S.scatter_(0, place_G, number_G)[:rows]
-
-    def _arrived_routes(self, routes: AllRoutes, token_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(S, K)`` local expert numbers and weights of arrived rows.
+    def _arrived_routes(
+        self, routes: AllRoutes, place_G: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(S, K)`` local expert numbers and weights of the S arrived rows.
 
         Routes to experts of other ranks have other numbers, so `permute` ignores them.
+
+        Args:
+            place_G: ``(G,)`` int64 row of each token of all ranks; ``rows`` for tokens without a row.
+            rows: S.
         """
-        unused_S1 = (token_S < 0)[:, None]
-        read_S = token_S.clamp(min=0)
-        ids_SK = routes.ids_GK[read_S] - self.ep.rank * self.num_local
-        # A token arrives at most once, so the gradient of each weight is one term, and zeros of
-        # unused rows.
-        weights_SK = routes.weights_GK.index_select(0, read_S).masked_fill(unused_S1, 0)
-        return ids_SK.masked_fill(unused_S1, NOWHERE), weights_SK
+        # Tokens without a row all write to one extra element, which is cut off.
+        number_G = torch.arange(place_G.shape[0], device=place_G.device)
+        token_S = place_G.new_full((rows + 1,), -1).scatter_(0, place_G, number_G)[:rows]
+        ids_SK = routes.ids_GK[token_S.clamp(min=0)] - self.ep.rank * self.num_local
+        row_G = place_G.masked_fill(place_G == rows, -1)
+        weights_SK = copy_rows(routes.weights_GK, token_S, row_G, backend=self.backend)
+        return ids_SK.masked_fill((token_S < 0)[:, None], NOWHERE), weights_SK
 
     def even_part(self, tokens: int) -> float:
         return tokens * reach(self.config.moe_router_topk, self.num_experts, self.num_local)
@@ -213,7 +206,8 @@ class BoundedTokenDispatcher(TokenDispatcher):
         )
         used = self._used(routes, permuted.x_RD, tokens)
         x_SD = self._exchanged(permuted.x_RD, used)
-        ids_SK, weights_SK = self._arrived_routes(routes, self._tokens_of_parts(routes, part))
+        place_G = self._places_in_parts(routes, part)
+        ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
         arrived = permute(x_SD, ids_SK, self.num_local, rows=rows, backend=self.backend)
         rows_2 = routes.needed_2
         return Dispatched(
@@ -238,14 +232,13 @@ class BoundedTokenDispatcher(TokenDispatcher):
         parts = rows_SD.view(self.ep.size, -1, rows_SD.shape[1])
         return exchange_equal_parts(parts, self.ep.exchange, used).flatten(0, 1)
 
-    def _tokens_of_parts(self, routes: AllRoutes, part: int) -> Tensor:
-        """Return ``(e P,)`` token of each row of the arrived parts; -1 for an unused row."""
+    def _places_in_parts(self, routes: AllRoutes, part: int) -> Tensor:
+        """Return ``(G,)`` row of each token in the arrived parts; e P for a token without a row."""
         reached_eT = routes.reached_eTe[:, :, self.ep.rank]
         place_eT = reached_eT.cumsum(dim=1) - 1
-        rows = self.ep.size * part
         first_e1 = torch.arange(self.ep.size, device=place_eT.device)[:, None] * part
-        place_eT = torch.where(place_eT < part, place_eT + first_e1, rows)
-        return self._arrived_tokens(routes, place_eT.flatten(), rows)
+        fits_eT = reached_eT & (place_eT < part)
+        return torch.where(fits_eT, place_eT + first_e1, self.ep.size * part).flatten()
 
     def _used(self, routes: AllRoutes, x_RD: Tensor, tokens: int) -> UsedRows | None:
         """Return the used rows of the parts: an even share is copied in any case.
@@ -291,7 +284,8 @@ class PaddedTokenDispatcher(BoundedTokenDispatcher):
             backend=self.backend,
         )
         x_SD = self._exchanged(permuted.x_RD)
-        ids_SK, weights_SK = self._arrived_routes(routes, self._tokens_of_parts(routes, part))
+        place_G = self._places_in_parts(routes, part)
+        ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
         # The rows of an expert are those of rank 0, then those of rank 1, each padded.
         from_S1 = torch.arange(ranks, device=ids_SK.device).repeat_interleave(part)[:, None]
         local_SK = (ids_SK >= 0) & (ids_SK < self.num_local)

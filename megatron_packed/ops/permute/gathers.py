@@ -1,4 +1,7 @@
-"""Sum of each token's rows without weights, which saves no rows for the backward pass."""
+"""Copies of rows by given indices, and their adjoint: sums without weights, which save no rows.
+
+Both use the gathers of a backend of `api.permute`, so sums have a fixed order, also in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,20 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.ops.on_meta import of_shape
 from megatron_packed.ops.permute.api import OP, Permuted, PermuteInputs
+
+
+def copy_rows(x_TD: Tensor, token_R: Tensor, row_T: Tensor, *, backend: str = "auto") -> Tensor:
+    """Return ``x[token_R]``, zeros where the token is -1.
+
+    Args:
+        x_TD: ``(T, D)``.
+        token_R: ``(R,)`` integers: token of each row, or -1. A token has at most one row.
+        row_T: ``(T,)`` integers: row of each token, or -1.
+    Raises:
+        NoBackendError: the requested backend does not support these inputs.
+    """
+    kernels = OP.chosen[backend, _inputs(x_TD, 1)].loaded
+    return cast(Tensor, kernels.rows_of_tokens(x_TD, token_R, row_T[:, None]))
 
 
 def sum_rows(y_RD: Tensor, permuted: Permuted, *, backend: str = "auto") -> Tensor:
@@ -28,16 +45,16 @@ def sum_rows(y_RD: Tensor, permuted: Permuted, *, backend: str = "auto") -> Tens
     if y_RD.is_meta:
         with counted_as(Purpose.EXPERTS):
             return of_shape((tokens, y_RD.shape[1]), y_RD, saved=(permuted.token_R,))
-    inputs = PermuteInputs(
-        channels=y_RD.shape[1],
-        routes=routes,
-        dtype=y_RD.dtype,
-        device_type=y_RD.device.type,
-    )
-    kernels = OP.chosen[backend, inputs].loaded
+    kernels = OP.chosen[backend, _inputs(y_RD, routes)].loaded
     return cast(
         Tensor,
         _SummedRows.apply(y_RD, permuted.token_R, permuted.row_TK, kernels),  # type: ignore[no-untyped-call]
+    )
+
+
+def _inputs(rows: Tensor, routes: int) -> PermuteInputs:
+    return PermuteInputs(
+        channels=rows.shape[1], routes=routes, dtype=rows.dtype, device_type=rows.device.type
     )
 
 
