@@ -14,6 +14,7 @@ from megatron_packed.ops.grouped_mlp.api import grouped_mlp
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
 from megatron_packed.ops.permute import triton_kernels as permute_kernels
 from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.permute.gathers import sum_rows
 from megatron_packed.ops.ssd.chunk_sum import PartialSums, chunk_sum_backward, chunk_sum_forward
 from megatron_packed.ops.ssd.reference import document_sum
 from support.op_packs import PACKS, boundaries, leaks, relative_error
@@ -202,10 +203,14 @@ def test_permute_kernels(monkeypatch, tail, rows):
         behind = torch.arange(permuted.token_R.shape[0])[:, None] >= permuted.offsets_E[-1]
         y_RD = permuted.x_RD.sin().masked_fill(behind, torch.nan)
         y = unpermute(y_RD, permuted, weights, backend=backend)
+        rows = permuted.x_RD.detach().requires_grad_()
+        summed = sum_rows(rows, permuted, backend=backend)
         return [
             permuted.x_RD,
             y,
+            summed,
             *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights)),
+            *torch.autograd.grad(summed, rows, normal(tokens, channels, seed=3)),
         ]
 
     for got, want in zip(run("triton"), run("reference")):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.permute.gathers import copy_rows, sum_rows
 from support.op_packs import run_without_values
 
 T, K, E, D = 11, 2, 4, 3
@@ -138,6 +139,33 @@ def test_one_route_per_token_back_without_weights():
     assert torch.equal(torch.autograd.grad(back, x, dy)[0], dy * valid[:, None])
     with pytest.raises(ValueError, match=r"weights \[11, 1\]; with 22 rows, T = 11 and K = 2"):
         unpermute(permute(x, ids, E, valid).x_RD, permute(x, ids, E, valid))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_sum_without_weights_is_that_with_weights_of_one(routing):
+    x, ids, weights, valid = make(routing)
+    permuted = permute(x, ids, E, valid, backend="reference")
+    rows = permuted.x_RD.sin().requires_grad_()
+    dy = torch.randn(T, D, dtype=torch.float64)
+    found, wanted = (
+        (y, *torch.autograd.grad(y, rows, dy))
+        for y in (
+            sum_rows(rows, permuted, backend="reference"),
+            unpermute(rows, permuted, torch.ones_like(weights), backend="reference"),
+        )
+    )
+    assert all(map(torch.equal, found, wanted)) and found[0].any()
+
+
+def test_copied_rows():
+    x, *_ = make("mixed")
+    token_R = torch.tensor([3, -1, 0, 10])
+    row_T = torch.full((T,), -1).scatter_(0, token_R[[0, 2, 3]], torch.tensor([0, 2, 3]))
+    y = copy_rows(x.requires_grad_(), token_R, row_T, backend="reference")
+    wanted = torch.stack([x[3], torch.zeros(D), x[0], x[10]])
+    assert torch.equal(y, wanted)
+    dy = torch.randn(4, D, dtype=torch.float64)
+    assert torch.equal(*(torch.autograd.grad(each, x, dy)[0] for each in (y, wanted)))
 
 
 def test_low_precision_sums_in_fp32():
