@@ -203,14 +203,14 @@ def test_permute_kernels(monkeypatch, tail, rows):
         behind = torch.arange(permuted.token_R.shape[0])[:, None] >= permuted.offsets_E[-1]
         y_RD = permuted.x_RD.sin().masked_fill(behind, torch.nan)
         y = unpermute(y_RD, permuted, weights, backend=backend)
-        rows = permuted.x_RD.detach().requires_grad_()
-        summed = sum_rows(rows, permuted, backend=backend)
+        copied = permuted.x_RD.detach().requires_grad_()
+        summed = sum_rows(copied, permuted, backend=backend)
         return [
             permuted.x_RD,
             y,
             summed,
             *torch.autograd.grad((y * normal(tokens, channels, seed=2)).sum(), (x, weights)),
-            *torch.autograd.grad(summed, rows, normal(tokens, channels, seed=3)),
+            *torch.autograd.grad(summed, copied, normal(tokens, channels, seed=3)),
         ]
 
     for got, want in zip(run("triton"), run("reference")):
