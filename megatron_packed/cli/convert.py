@@ -18,7 +18,8 @@ over (but see --mtp-depths). Without the original's tensors, give its config.jso
 The fourth command reads a checkpoint that Megatron wrote in any layout with --ckpt-format
 torch_dist. If the optimizer was saved with --dist-ckpt-optim-fully-reshardable, --load continues
 the run. A checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its
-model. The fifth command writes weights for Megatron's pretrain_hybrid.py.
+model. The fifth command writes a checkpoint, with the state of its optimizer, for Megatron's
+pretrain_hybrid.py.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--to-megatron",
         metavar="DIR",
-        help="new directory for the weights of a checkpoint, which Megatron loads with --load",
+        help="new directory for a checkpoint, which Megatron loads with --load; it has the state of "
+        "the optimizer, layout fully_reshardable",
     )
     way.add_argument(
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
@@ -125,6 +127,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --to-hf or --to-megatron: step of the checkpoint, or best for the lowest validation loss; the "
         "newest checkpoint when not given. With --from-megatron: iteration of its folder",
+    )
+    parser.add_argument(
+        "--no-save-optim",
+        action="store_true",
+        help="with --to-megatron: write only the weights, without the state of the optimizer",
+    )
+    parser.add_argument(
+        "--target-expert-parallel-size",
+        metavar="N",
+        type=int,
+        help="with --to-megatron: expert parallelism of Megatron's run, whose optimizers for experts "
+        "are others above 1; that of the checkpoint's run when not given",
     )
     parser.add_argument(
         "--hf-config",
@@ -217,6 +231,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             other = [*other, "hf_family"]
         else:
             other = [*other, "keep_base_template"]
+    if not arguments.to_megatron:
+        other = [*other, "no_save_optim", "target_expert_parallel_size"]
     for name in needed:
         if not getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
@@ -228,6 +244,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError("--ckpt-step best: is not known to Megatron; give the number of a folder.")
     if step not in (None, "best") and not step.isdecimal():
         raise UsageError(f"--ckpt-step {step}: is neither a number nor best; give one of the two.")
+    size = arguments.target_expert_parallel_size
+    if size is not None and size < 1:
+        raise UsageError(f"--target-expert-parallel-size {size}: must be 1 or more.")
+    if size is not None and arguments.no_save_optim:
+        raise UsageError(
+            "--target-expert-parallel-size has no effect with --no-save-optim; leave it out."
+        )
     if arguments.hf_family not in (None, *FAMILY_NAMES):
         cure = f"give {' or '.join(FAMILY_NAMES)}."
         cure = did_you_mean(nearest(arguments.hf_family, FAMILY_NAMES), cure)
@@ -316,13 +339,27 @@ def _to_megatron(arguments: argparse.Namespace) -> None:
             Path(arguments.load),
             directory,
             step=_step(arguments),
+            optimizer=not arguments.no_save_optim,
+            expert_parallel=arguments.target_expert_parallel_size,
             on_progress=on_progress,
         )
     show(f"{directory}: written")
-    show(
-        f"Load it in Megatron with: --load {shlex.quote(str(directory))} --finetune "
-        "--dist-ckpt-strictness log_all"
-    )
+    state, load = exported.state, f"--load {shlex.quote(str(directory))}"
+    if isinstance(state, str):
+        if state:
+            show(state)
+        load += " --finetune"
+    else:
+        show(
+            f"Moments, counters and schedule of iteration {state.iteration:,} are written "
+            "(fully_reshardable), with masters in float32."
+        )
+        load += (
+            f" --use-distributed-optimizer --lr {state.lr} --min-lr {state.min_lr} "
+            f"--expert-model-parallel-size {state.arguments['expert_model_parallel_size']} "
+            "--use-checkpoint-opt_param-scheduler"
+        )
+    show(f"Load it in Megatron with: {load} --dist-ckpt-strictness log_all")
     show(exported.tokenizer)
 
 

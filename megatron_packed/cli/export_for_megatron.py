@@ -30,6 +30,7 @@ from megatron_packed.data.tokenizers.huggingface_settings import TOKENIZER_JSON
 from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.export_megatron import MegatronTokenizer, to_megatron
+from megatron_packed.models.convert.megatron.export_optimizer import ExportedState
 from megatron_packed.training.trained_model import stored_run
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -50,28 +51,42 @@ _OPTIONS = {
 
 
 class MegatronExport(NamedTuple):
-    """Weights for Megatron."""
+    """Checkpoint for Megatron."""
 
-    folder: Path
-    """Folder of the checkpoint in the new directory."""
+    state: ExportedState | str
+    """State of the optimizer, or the reason why only weights were written; may be empty."""
     tokenizer: str
     """Sentence about the tokenizer that Megatron finds in the checkpoint."""
 
 
 def export_for_megatron(
-    checkpoint: Path, directory: Path, *, step: Step = None, on_progress: OnProgress = silent
+    checkpoint: Path,
+    directory: Path,
+    *,
+    step: Step = None,
+    optimizer: bool = True,
+    expert_parallel: int | None = None,
+    on_progress: OnProgress = silent,
 ) -> MegatronExport:
-    """Write the weights of a checkpoint for Megatron, with its tokenizer; see `to_megatron`.
+    """Write a checkpoint for Megatron, with its tokenizer; see `to_megatron`.
 
     Args:
         step: export the checkpoint of this step; None exports the newest.
+        optimizer, expert_parallel: see `to_megatron`.
     Raises:
         CheckpointError: as `to_megatron`, or the metadata of the checkpoint is damaged.
     """
     found, metadata = checkpoint_to_export(checkpoint, step)
     tokenizer, sentence = _tokenizer(metadata["config"], found, directory)
-    folder = to_megatron(found, directory, tokenizer=tokenizer, on_progress=on_progress)
-    return MegatronExport(folder, sentence)
+    written = to_megatron(
+        found,
+        directory,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        expert_parallel=expert_parallel,
+        on_progress=on_progress,
+    )
+    return MegatronExport(written.state, sentence)
 
 
 def _tokenizer(

@@ -165,8 +165,19 @@ def _packs(
     ]
 
 
+EARLIER = {
+    "main_grads_dtype": "fp32",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    "use_precision_aware_optimizer": False,
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+}
+"""Values of the options that tables did not store before they existed."""
+
+
 def signature(config: RunConfig) -> dict[str, object]:
     """Return the options that step times depend on, as JSON stores them."""
+    parallel, optim = config.parallel, config.optim
     kept = {
         **asdict(config.model),
         "dtype": str(dtype_of(config)),
@@ -177,6 +188,14 @@ def signature(config: RunConfig) -> dict[str, object]:
         if config.cuda_graph.enabled
         else LOCAL,
         "cuda_graph_modules": list(config.cuda_graph.modules),
+        # Kernels add to main gradients, and the update reads them and the optimizer's state.
+        "main_grads_dtype": "bf16" if parallel.sums_gradients_in_bf16 else "fp32",
+        "ddp_param_name_patterns_for_fp32_local_accumulation": (
+            parallel.ddp_param_name_patterns_for_fp32_local_accumulation
+        ),
+        "use_precision_aware_optimizer": optim.use_precision_aware_optimizer,
+        "exp_avg_dtype": optim.exp_avg_dtype,
+        "exp_avg_sq_dtype": optim.exp_avg_sq_dtype,
     }
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()

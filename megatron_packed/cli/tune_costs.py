@@ -84,7 +84,7 @@ def _check_place(file: str) -> None:
 
 
 def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
-    from megatron_packed.cli.measure_capacities import signature
+    from megatron_packed.cli.measure_capacities import EARLIER, signature
     from megatron_packed.data.packing.step_cost import StepCosts
 
     try:
@@ -98,12 +98,13 @@ def _read_costs(file: str, config: RunConfig, has_model: bool) -> StepCosts:
             f"--costs {file} was measured with packs of {costs.tokens} tokens, but this run's "
             f"have {config.packing.tokens_per_pack}; measure again, or change --seq-length."
         )
-    if has_model and (
-        other := sorted(k for k, v in signature(config).items() if costs.model.get(k, v) != v)
-    ):
+    of_run = signature(config) if has_model else {}
+    measured = {**EARLIER, **costs.model}
+    other = sorted(name for name, value in of_run.items() if measured.get(name, value) != value)
+    if other:
         name = other[0]
         raise UsageError(
-            f"--costs {file} was measured with another {name} ({costs.model[name]}, this run: "
-            f"{signature(config)[name]}); measure again, or leave the model's flags out."
+            f"--costs {file} was measured with another {name} ({measured[name]}, this run: "
+            f"{of_run[name]}); measure again, or leave the model's flags out."
         )
     return costs

@@ -130,7 +130,8 @@ class Trainer:
 
         DistributedOptimizer._set_main_param_and_optimizer_states = without_step
         wanted = self.state(args, "fully_reshardable", loading=True)
-        found = dist_checkpointing.load(wanted, folder)
+        # Checkpoints that this project writes have no state of FP8 (_extra_state).
+        found = dist_checkpointing.load(wanted, folder, strict="log_all")
         self.model.load_state_dict(found["model"], strict=False)
         self.optimizer.load_state_dict(found["optimizer"])
         self.schedule.load_state_dict(found["opt_param_scheduler"])

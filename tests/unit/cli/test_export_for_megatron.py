@@ -12,6 +12,7 @@ from megatron_packed.cli import export_for_megatron
 from megatron_packed.cli.main import main
 from megatron_packed.data.tokenizers.base import ByteTokenizer, meaning_hash
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_packed.models.convert.megatron.folders import find
 from megatron_packed.models.convert.megatron.import_megatron import from_megatron
 from megatron_packed.training.from_python import train
 from support.data_helpers import byte_level, save_tokenizer
@@ -34,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def stored_args(folder: Path) -> Namespace:
     """Return the options that torch's own reader finds in a checkpoint of Megatron."""
     state: dict[str, list] = {"common_state/shard_0_1": [None]}
-    checkpoint.load(state, storage_reader=FileSystemReader(folder / "release"), no_dist=True)
+    checkpoint.load(state, storage_reader=FileSystemReader(find(folder)), no_dist=True)
     return state["common_state/shard_0_1"][0]["args"]
 
 

@@ -5,6 +5,7 @@ expected cost.
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,6 +278,14 @@ def test_measuring_here_and_reading_it_again(tmp_path, lengths, capsys, monkeypa
     assert code == 2 and "another dtype (torch.float32, this run: torch.bfloat16)" in problem
     code, problem = refusal(capsys, "--seq-length", 32, "--lengths", lengths, "--costs", table)
     assert code == 2 and "packs of 64 tokens, but this run's have 32" in problem
+    # Tables of versions before gradients in bf16 do not name their data type.
+    older = {name: value for name, value in costs.model.items() if "main_grads" not in name}
+    replace(costs, model={**older, "dtype": "torch.bfloat16"}).save(table)
+    assert tune(capsys, *flags, "--bf16", "--costs", table)["recommended"]
+    code, problem = refusal(
+        capsys, *flags, "--bf16", "--main-grads-dtype", "bf16", "--costs", table
+    )
+    assert code == 2 and "another main_grads_dtype (fp32, this run: bf16)" in problem
 
 
 def test_a_table_that_cannot_be_written_is_reported_before_the_measurement(

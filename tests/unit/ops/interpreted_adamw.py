@@ -1,63 +1,14 @@
 """One-pass AdamW in Triton's interpreter; test_triton_interpreter.py runs it."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
-from megatron_packed.optim.adamw import Control, Reference, Slices
+from megatron_packed.optim.adamw import Reference, Slices
 from megatron_packed.optim.adamw_triton import OnePass
-from megatron_packed.optim.master_remainders import join_masters, split_masters
+from support.adamw_slices import BF16, F32, STATES, control, masters_of, slices_of
 from support.optimizer_states import numbers_of_shards
-
-BF16, F32 = torch.bfloat16, torch.float32
-STATES = list(product((F32, BF16), (F32, BF16), (False, True), (False, True)))
-
-
-def slices_of(exp_avg, exp_avg_sq, remainders, stochastic, *, changes, grad=F32):
-    numbers = numbers_of_shards()
-    length = max(begin + count for begin, count, *_ in numbers.runs.tolist())
-    generator = torch.Generator().manual_seed(3)
-
-    def normal():
-        # Padding between parameters is zero in every buffer.
-        values = torch.zeros(length)
-        for begin, count, *_ in numbers.runs.tolist():
-            values[begin : begin + count] = torch.randn(count, generator=generator)
-        return values
-
-    masters = normal()
-    weights, rest = split_masters(masters)
-    return Slices(
-        weight_decay=torch.tensor(0.1) if changes else 0.1,
-        params=[weights if remainders else masters],
-        remainders=[rest] if remainders else (),
-        weights=() if remainders else [torch.zeros(length, dtype=BF16)],
-        grads=[normal().to(grad)],
-        exp_avgs=[normal().to(exp_avg)],
-        exp_avg_sqs=[normal().square().to(exp_avg_sq)],
-        numbers=[numbers],
-        stochastic=stochastic,
-    )
-
-
-def control(skip=0.0, divisor=2.5):
-    return Control(
-        lr=torch.tensor(1e-2),
-        step=torch.tensor(5.0),
-        skip=torch.tensor(skip),
-        grad_divisor=None if divisor is None else torch.tensor(divisor),
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-    )
-
-
-def masters_of(group):
-    return (
-        join_masters(group.params[0], group.remainders[0]) if group.remainders else group.params[0]
-    )
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)

@@ -1,4 +1,4 @@
-"""Export of the weights of a checkpoint as a ``torch_dist`` checkpoint that Megatron loads."""
+"""Export of a checkpoint as a ``torch_dist`` checkpoint that Megatron loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_packed.checkpoint.errors import CheckpointError
@@ -32,9 +33,16 @@ from megatron_packed.models.convert.families.decoder import MULTIPLIERS
 from megatron_packed.models.convert.families.family import TABLE
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.megatron.arguments import UNPADDED
+from megatron_packed.models.convert.megatron.export_optimizer import (
+    KINDS,
+    ExportedState,
+    exported_state,
+)
 from megatron_packed.models.convert.megatron.folders import BACKEND_FILE, FORMAT, TRACKER
 from megatron_packed.models.convert.megatron.names import new_weights, unknown_layers
+from megatron_packed.models.convert.megatron.optimizer_state import MASTER
 from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
+from megatron_packed.models.convert.weight_rows import Weight, model_on_meta
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""
@@ -51,26 +59,46 @@ class MegatronTokenizer(NamedTuple):
     """Names of files to write into the new directory, and the text of each or the file to copy."""
 
 
+class Written(NamedTuple):
+    """Checkpoint that Megatron loads."""
+
+    folder: Path
+    """Folder of the checkpoint in the new directory."""
+    state: ExportedState | str
+    """State of the optimizer, or the reason why only weights were written; may be empty."""
+
+
+class _Source(NamedTuple):
+    """Tensor of a new checkpoint: a part of a tensor of the old one."""
+
+    tensor: str
+    weight: Weight
+    part: str
+    dtype: torch.dtype
+
+
 def to_megatron(
     checkpoint: Path,
     directory: Path,
     *,
     step: Step = None,
     tokenizer: MegatronTokenizer | None = None,
+    optimizer: bool = True,
+    expert_parallel: int | None = None,
     on_progress: OnProgress = silent,
-) -> Path:
-    """Write the weights of a checkpoint as a hybrid model of Megatron.
+) -> Written:
+    """Write a checkpoint as that of a hybrid model of Megatron.
 
     The model's options are stored as ``args``. ``directory`` appears only after all files are
-    written. Host memory: the whole model.
+    written. Host memory: the largest tensor, twice.
 
     Args:
         checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
         directory: new directory, for ``--load`` of Megatron.
         step: export the checkpoint of this step; see `checkpoint.load.Step`.
         tokenizer: tokenizer to store with the weights; None stores none.
-    Returns:
-        The folder of the checkpoint in ``directory``.
+        optimizer: write the state of the optimizer, if the checkpoint has it.
+        expert_parallel: see `exported_state`.
     Raises:
         CheckpointError: Megatron does not have the model, the checkpoint is damaged, or
             ``directory`` exists.
@@ -81,15 +109,25 @@ def to_megatron(
     manifest = read_manifest(source)
     model, dtype = _model(manifest, source)
     vocabulary = manifest.metadata["config"]["model"].get("vocab_size")
-    named = tokenizer or MegatronTokenizer({}, vocabulary)
+    arguments = _arguments(model, tokenizer or MegatronTokenizer({}, vocabulary))
+    weights = new_weights(model, dtype)
+    buffers = {name for name, _ in model_on_meta(model, dtype).named_buffers()}
+    trained = {weight.name for weight, _ in weights} - buffers
+    state = exported_state(source, manifest, trained, expert_parallel) if optimizer else ""
+    sources = _sources(weights, manifest, source, set() if isinstance(state, str) else trained)
+    common: dict[str, Any] = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
+    name = tracked = FOLDER
+    if not isinstance(state, str):
+        vars(arguments).update(state.arguments)
+        common |= {"iteration": state.iteration, **state.common}
+        name, tracked = f"iter_{state.iteration:07d}", str(state.iteration)
     with new_directory(directory, flags.TO_MEGATRON) as temporary:
-        folder = temporary / FOLDER
+        folder = temporary / name
         folder.mkdir()
-        tensors = _tensors(source, manifest, model, dtype, on_progress)
-        _write(folder, tensors, _arguments(model, named))
-        write_texts(temporary, named.files)
-        (temporary / TRACKER).write_text(FOLDER)
-    return directory / FOLDER
+        _write(folder, sources, _reader(source, manifest, sources, on_progress), common)
+        write_texts(temporary, tokenizer.files if tokenizer else {})
+        (temporary / TRACKER).write_text(tracked)
+    return Written(directory / name, state)
 
 
 def _model(manifest: Manifest, path: Path) -> tuple[ModelConfig, torch.dtype]:
@@ -151,40 +189,93 @@ def _arguments(model: ModelConfig, tokenizer: MegatronTokenizer) -> argparse.Nam
     )
 
 
-def _tensors(
-    path: Path,
+def _sources(
+    weights: list[tuple[Weight, dict[str, str]]],
     manifest: Manifest,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    on_progress: OnProgress,
-) -> Iterator[tuple[str, Tensor]]:
-    weights = new_weights(model, dtype)
-    for number, (weight, names) in enumerate(weights):
-        parameter = read_tensor(path, f"model/{weight.name}", manifest)
-        if parameter.shape != weight.shape:
-            raise CheckpointError(
-                f"{weight.name} has another shape",
-                path=path,
-                expected=list(weight.shape),
-                found=list(parameter.shape),
-            )
-        for part, tensor in weight.split(parameter).items():
-            yield names[part], tensor
-        on_progress(number + 1, len(weights))
+    path: Path,
+    trained: Collection[str],
+) -> dict[str, _Source]:
+    """Return every tensor of the new checkpoint by its name, in the order of the parameters.
+
+    Args:
+        trained: names of the parameters whose state is written.
+    """
+    sources: dict[str, _Source] = {}
+    for weight, names in weights:
+        places = {"": f"model/{weight.name}"}
+        if weight.name in trained:
+            for kind, their in KINDS.items():
+                places[f"optimizer.state.{their}."] = f"optimizer/{kind}/{weight.name}"
+            if weight.dtype == torch.float32:  # it is its own master
+                places[f"optimizer.state.{KINDS[MASTER]}."] = f"model/{weight.name}"
+        for prefix, tensor in places.items():
+            record = manifest.tensors.get(tensor)
+            if record is None or tuple(record.shape) != weight.shape:
+                raise CheckpointError(
+                    f"{tensor.removeprefix('model/')} has another shape",
+                    path=path,
+                    expected=list(weight.shape),
+                    found=None if record is None else list(record.shape),
+                )
+            for part, their in names.items():
+                sources[prefix + their] = _Source(tensor, weight, part, record.dtype)
+    return sources
+
+
+def _reader(
+    path: Path, manifest: Manifest, sources: Mapping[str, _Source], on_progress: OnProgress
+) -> Callable[[str], Tensor]:
+    """Return the function that reads a tensor by its new name.
+
+    The parts of the tensor that was read last stay in memory until another one is requested.
+    """
+    current, parts, done = "", dict[str, Tensor](), 0
+
+    def read(name: str) -> Tensor:
+        nonlocal current, parts, done
+        source = sources[name]
+        if source.tensor != current:
+            parts = {}  # frees the previous tensor before another is read
+            parts = source.weight.split(read_tensor(path, source.tensor, manifest))
+            current = source.tensor
+        done += 1
+        on_progress(done, len(sources))
+        return parts[source.part]
+
+    return read
+
+
+class _ReadPlanner(DefaultSavePlanner):
+    """Planner of a save of tensors without memory, each of which is read when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        # Both kinds of flattening turn numbers that are keys of dictionaries into text.
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = super().lookup_object(index)
+        return self._read(index.fqn) if isinstance(value, Tensor) else value
 
 
 def _write(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], arguments: argparse.Namespace
+    folder: Path,
+    sources: Mapping[str, _Source],
+    read: Callable[[str], Tensor],
+    common: Mapping[str, Any],
 ) -> None:
-    """Write the tensors and the options with torch's writer, and the name of the format."""
-    options = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0}
-    state: dict[str, Any] = {f"{COMMON_STATE}shard_0_1": [options], **dict(tensors)}
+    """Write the tensors and the plain values with torch's writer, and the name of the format."""
+    state: dict[str, Any] = {f"{COMMON_STATE}shard_0_1": [dict(common)]}
+    for name, source in sources.items():
+        shape = next(part.shape for part in source.weight.parts if part.name == source.part)
+        state[name] = torch.empty(shape, dtype=source.dtype, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves on a single process
         save(
             state,
-            storage_writer=FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
+            # Without copies ahead, tensors are written in the order of their parameters.
+            storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
+            planner=_ReadPlanner(read),
             no_dist=True,
         )
     backend = {"sharded_backend": FORMAT, "sharded_backend_version": 1}

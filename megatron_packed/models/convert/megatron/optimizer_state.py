@@ -4,7 +4,8 @@ Optimizers that Megatron saves in any layout (``fully_sharded_model_space``, ``f
 and optimizers that are not distributed) have a tensor ``optimizer.state.KIND.NAME`` for each tensor
 NAME of the model, of the same shape. KIND is ``exp_avg``, ``exp_avg_sq``, or for the float32 values
 of the parameter ``param`` (``fully_reshardable``) or ``fp32_param``. The precision-aware optimizer
-saves int16 remainders of bf16 parameters as ``param``.
+saves int16 remainders of bf16 parameters in its place. In ``fully_reshardable``, all of its tensors
+become float32, also these whole numbers.
 """
 
 from __future__ import annotations
@@ -183,13 +184,15 @@ def _sources(
     source: TorchDist, parameters: NamedWeights, kind: str, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Source]]:
     """Yield the tensors of one kind for the parts of all parameters."""
+    precision_aware = _mapping(source.common.get("args")).get("use_precision_aware_optimizer")
+    of_masters = {torch.int16, torch.float32} if precision_aware else {torch.int16}
     for part, model in parameters.sources.items():
         name = names.get(model.tensor)
         if name is None:
             continue
         stored, expected = source.tensors[name], source.tensors[model.tensor]
-        dtypes = (stored.dtype, expected.dtype)
-        remainders = kind == MASTER and dtypes == (torch.int16, torch.bfloat16)
+        low = kind == MASTER and expected.dtype == torch.bfloat16
+        remainders = low and stored.dtype in of_masters
         valid = remainders or stored.dtype.is_floating_point
         if stored.shape != expected.shape or not valid:
             raise CheckpointError(

@@ -105,10 +105,14 @@ class TorchDist:
 
         Args:
             weight: bf16 tensor of which tensor ``name`` holds the remainders (``master_remainders.py``),
-                to return the masters.
+                to return the masters. They may be stored as float32; a tensor of other numbers than
+                remainders is returned, as it holds the masters.
         """
         if weight is not None:
-            return join_masters(self.read(weight, layer), self.read(name, layer))
+            stored_rest = self.read(name, layer)
+            rest = stored_rest.to(torch.int16)
+            whole = torch.equal(rest.to(stored_rest.dtype), stored_rest)
+            return join_masters(self.read(weight, layer), rest) if whole else stored_rest
         stored = self.tensors[name]
         if layer is not None and stored.blocks is not None and stored.blocks[0] != stored.shape[0]:
             raise damage(self.directory, f"{name} has no block for each layer")

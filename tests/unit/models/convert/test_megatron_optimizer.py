@@ -99,8 +99,12 @@ def test_moments_and_masters_of_any_cut_are_equal_to_the_bit(parts, master, tmp_
     assert "iteration 7 are imported: --load continues after 14 samples" in note
 
 
-def test_remainders_of_masters_and_low_moments_are_equal_to_the_bit(tmp_path):
-    """Checkpoints of Megatron's precision-aware optimizer; all masters are imported in float32."""
+@pytest.mark.parametrize("stored_as", [torch.int16, torch.float32], ids=str)
+def test_remainders_of_masters_and_low_moments_are_equal_to_the_bit(stored_as, tmp_path):
+    """Checkpoints of Megatron's precision-aware optimizer; all masters are imported in float32.
+
+    The layout fully_reshardable has its whole-numbered remainders in float32.
+    """
     found = theirs.tensors(torch.bfloat16)
     state = theirs.optimizer(found)
     stored = {
@@ -110,9 +114,9 @@ def test_remainders_of_masters_and_low_moments_are_equal_to_the_bit(tmp_path):
     for name, tensor in found.items():
         master = f"{PREFIX}.{MASTER}.{name}"
         if tensor.dtype == torch.bfloat16 and master in state:
-            found[name], stored[master] = split_masters(state[master])
-    assert torch.int16 in {tensor.dtype for tensor in stored.values()}
-    args = theirs.TRAINED_ARGS
+            found[name], rest = split_masters(state[master])
+            stored[master] = rest.to(stored_as)
+    args = {**theirs.TRAINED_ARGS, "use_precision_aware_optimizer": True}
     theirs.write(tmp_path / "c", {**found, **stored}, args, parts=2, more=theirs.TRAINED)
     ours, _, _ = converted(tmp_path / "c", bf16=True)
     model = from_megatron(tmp_path / "c", tmp_path / "again").model
@@ -124,6 +128,17 @@ def test_remainders_of_masters_and_low_moments_are_equal_to_the_bit(tmp_path):
         assert torch.equal(again, tensor)
     for name, tensor in expected(stored, "exp_avg", model).items():
         assert torch.equal(ours[f"optimizer/exp_avg/{name}"], tensor.float())
+
+
+def test_masters_of_a_precision_aware_optimizer_without_remainders_are_imported(tmp_path):
+    """TransformerEngine before 2.1 has no remainders."""
+    found = theirs.tensors(torch.bfloat16)
+    state = theirs.optimizer(found)
+    args = {**theirs.TRAINED_ARGS, "use_precision_aware_optimizer": True}
+    theirs.write(tmp_path / "c", {**found, **state}, args, more=theirs.TRAINED)
+    ours, _, _ = converted(tmp_path / "c", bf16=True)
+    master = state[f"{PREFIX}.{MASTER}.output_layer.weight"]
+    assert torch.equal(ours["optimizer/master/output.weight"], master)
 
 
 def test_weights_are_the_masters_of_a_checkpoint_without_them(tmp_path):
