@@ -26,7 +26,7 @@ import layouts
 import offload
 import real_sizes
 import recipe_mfu
-from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
@@ -57,7 +57,7 @@ RESULTS = (
     "expert_graphs",
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
     BESIDE := "expert_graphs_shared_overlap",
-    WHOLE := "real_sizes_2_8b",
+    *real_sizes.RESULTS,
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
@@ -366,24 +366,14 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
-def whole_models() -> Iterator[tuple[str, float, float]]:
-    """Yield runs of whole models, with as many documents in a pack as conversations of their data."""
-    found = results(WHOLE)
-    for name, size in found["sizes"].items():
-        words = real_sizes.command_words(
-            real_sizes.SIZES[name],
-            "",
-            found["gpus"],
-            None,
-            found["flags"],
-            quick=False,
-            device="cuda",
-        )
-        at = words.index("--data-path")
-        config = as_measured(parse([*words[:at], *words[at + 2 :], *DATA], found["gpus"]))
-        one = usual(estimates(config, found["gpus"], config.model.vocab_size, documents=32))
-        [run] = size["runs"].values()
-        yield f"whole {name}, {found['gpus']} GPUs", one.allocated / GIB, run["peak_gib"]
+def real_models() -> Iterator[tuple[str, float, float]]:
+    """Yield runs of models of real sizes, with as many documents in a pack as conversations of their
+    data."""
+    for found in map(results, real_sizes.RESULTS):
+        for name, words, run in real_sizes.measured_runs(found):
+            config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
+            one = usual(estimates(config, found["gpus"], config.model.vocab_size, documents=32))
+            yield name, one.allocated / GIB, run["peak_gib"]
 
 
 def peaks() -> list[Peak]:
@@ -401,7 +391,7 @@ def peaks() -> list[Peak]:
         model_steps(),
         experts("expert_graphs", *SMALL_PACKS),
         of_each_kind(),
-        whole_models(),
+        real_models(),
     )
     with joined_products():
         found += [Peak(*row) for part in newest for row in part]
