@@ -65,6 +65,8 @@ RESULTS = (
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
 DATA = ["--data-path", __file__]
+CONVERSATIONS = 32
+"""Conversations in a pack of the models of real sizes."""
 LOCAL = CudaGraphConfig(cuda_graph_impl="local")
 MEASURED_SCAN = "mamba_ssm"
 """Backend of the scan in runs that are older than the choice of our kernels by default."""
@@ -372,7 +374,7 @@ def real_models() -> Iterator[tuple[str, float, float]]:
     for found in map(results, real_sizes.RESULTS):
         for name, words, run in real_sizes.measured_runs(found):
             config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
-            one = usual(estimates(config, found["gpus"], config.model.vocab_size, documents=32))
+            one = usual(estimates(config, found["gpus"], config.model.vocab_size, CONVERSATIONS))
             yield name, one.allocated / GIB, run["peak_gib"]
 
 
