@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops.backend_dispatch import Backend
+from megatron_packed.ops.backend_dispatch import complete_machine
 from megatron_packed.ops.cross_entropy import api as cross_entropy
 from model_step import CONFIGS, model_config
 from train_real import ROOT
@@ -82,27 +81,6 @@ class Peak(NamedTuple):
 
 def results(name: str) -> dict[str, Any]:
     return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
-
-
-@contextmanager
-def joined_products() -> Iterator[None]:
-    """Estimate as a machine does that has a Hopper GPU and quack, where products include activations
-    and residuals.
-
-    Every size of the benchmarks suits these kernels.
-    """
-
-    reasons = Backend.reasons
-
-    def of_hopper(backend: Backend, inputs: Any) -> list[str]:
-        if "quack" not in backend.module:
-            return reasons(backend, inputs)
-        # Grouped products without activations have nothing to keep apart.
-        joins = not backend.module.endswith("grouped_mlp.quack")
-        return [inputs.apart] if joins and inputs.apart else []
-
-    with mock.patch.object(Backend, "reasons", of_hopper):
-        yield
 
 
 def as_measured(config: RunConfig) -> RunConfig:
@@ -395,7 +373,7 @@ def peaks() -> list[Peak]:
         of_each_kind(),
         real_models(),
     )
-    with joined_products():
+    with complete_machine():
         found += [Peak(*row) for part in newest for row in part]
     return found
 
