@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import layouts
 import offload
 import real_sizes
 import recipe_mfu
-from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.distributed.flat_buffers import flat_layout_of
@@ -37,7 +36,7 @@ from megatron_packed.models.estimate.rank_memory import GIB, MIB, estimate
 from megatron_packed.models.estimate.run_estimate import estimates, usual
 from megatron_packed.models.estimate.step_memory import Work
 from megatron_packed.models.hybrid_model import HybridModel
-from megatron_packed.ops.backend_dispatch import Backend
+from megatron_packed.ops.backend_dispatch import complete_machine
 from megatron_packed.ops.cross_entropy import api as cross_entropy
 from model_step import CONFIGS, model_config
 from train_real import ROOT
@@ -57,7 +56,7 @@ RESULTS = (
     "expert_graphs",
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
     BESIDE := "expert_graphs_shared_overlap",
-    WHOLE := "real_sizes_2_8b",
+    *real_sizes.RESULTS,
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
@@ -65,6 +64,8 @@ RESULTS = (
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
 DATA = ["--data-path", __file__]
+CONVERSATIONS = 32
+"""Conversations in a pack of the models of real sizes."""
 LOCAL = CudaGraphConfig(cuda_graph_impl="local")
 MEASURED_SCAN = "mamba_ssm"
 """Backend of the scan in runs that are older than the choice of our kernels by default."""
@@ -80,27 +81,6 @@ class Peak(NamedTuple):
 
 def results(name: str) -> dict[str, Any]:
     return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
-
-
-@contextmanager
-def joined_products() -> Iterator[None]:
-    """Estimate as a machine does that has a Hopper GPU and quack, where products include activations
-    and residuals.
-
-    Every size of the benchmarks suits these kernels.
-    """
-
-    reasons = Backend.reasons
-
-    def of_hopper(backend: Backend, inputs: Any) -> list[str]:
-        if "quack" not in backend.module:
-            return reasons(backend, inputs)
-        # Grouped products without activations have nothing to keep apart.
-        joins = not backend.module.endswith("grouped_mlp.quack")
-        return [inputs.apart] if joins and inputs.apart else []
-
-    with mock.patch.object(Backend, "reasons", of_hopper):
-        yield
 
 
 def as_measured(config: RunConfig) -> RunConfig:
@@ -366,24 +346,14 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
-def whole_models() -> Iterator[tuple[str, float, float]]:
-    """Yield runs of whole models, with as many documents in a pack as conversations of their data."""
-    found = results(WHOLE)
-    for name, size in found["sizes"].items():
-        words = real_sizes.command_words(
-            real_sizes.SIZES[name],
-            "",
-            found["gpus"],
-            None,
-            found["flags"],
-            quick=False,
-            device="cuda",
-        )
-        at = words.index("--data-path")
-        config = as_measured(parse([*words[:at], *words[at + 2 :], *DATA], found["gpus"]))
-        one = usual(estimates(config, found["gpus"], config.model.vocab_size, documents=32))
-        [run] = size["runs"].values()
-        yield f"whole {name}, {found['gpus']} GPUs", one.allocated / GIB, run["peak_gib"]
+def real_models() -> Iterator[tuple[str, float, float]]:
+    """Yield runs of models of real sizes, with as many documents in a pack as conversations of their
+    data."""
+    for found in map(results, real_sizes.RESULTS):
+        for name, words, run in real_sizes.measured_runs(found):
+            config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
+            one = usual(estimates(config, found["gpus"], config.model.vocab_size, CONVERSATIONS))
+            yield name, one.allocated / GIB, run["peak_gib"]
 
 
 def peaks() -> list[Peak]:
@@ -401,9 +371,9 @@ def peaks() -> list[Peak]:
         model_steps(),
         experts("expert_graphs", *SMALL_PACKS),
         of_each_kind(),
-        whole_models(),
+        real_models(),
     )
-    with joined_products():
+    with complete_machine():
         found += [Peak(*row) for part in newest for row in part]
     return found
 

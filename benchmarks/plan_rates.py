@@ -18,6 +18,7 @@ import numpy as np
 
 import harness
 from capacity_cost import CONFIGS
+from megatron_packed.layers.moe.expert_room import HEAD_ROOM
 from megatron_packed.models.estimate.gpu_rates import TABLE
 
 TOKENS_OF_PRODUCTS = 4096
@@ -237,12 +238,14 @@ def exchange_rates() -> dict[str, Entry]:
 def four_gpus(call: float) -> dict[str, float]:
     """Return the rates of exchanges between four GPUs, from a profile of an expert-parallel step.
 
-    All-gathers carry the parameters of the dense layers, and all-to-alls the rows of the experts.
+    All-gathers carry the parameters of the dense layers. All-to-alls carry the rows of balanced
+    experts, with the head room of the parts in CUDA graphs.
     """
     profile = results("command_line_runs")["profile"]
+    rows = HEAD_ROOM * profile["rows"]
     messages = {
         "all_gather": profile["dense_parameters"] * 2,
-        "all_to_all": profile["all_to_all"]["calls"] * profile["rows"] * profile["channels"] * 2,
+        "all_to_all": profile["all_to_all"]["calls"] * rows * profile["channels"] * 2,
     }
     return {
         kind: 0.75 * message / (profile[kind]["ms"] * 1e-3 - profile[kind]["calls"] * call)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +56,8 @@ STEPS, COUNTED, PROFILED = 16, 8, 2
 
 When the metrics of a step arrive, the next step is queued. So one step is neither timed nor profiled.
 """
+RESULTS = ("real_sizes_2_8b", "real_sizes_4_8b", "real_sizes_4_nano_balanced")
+"""Names of the result files without suffix."""
 MODELS = ROOT / "examples" / "recipes" / "models"
 OURS, THEIRS = "megatron_packed", "megatron_core"
 EXPERTS = "--moe-token-dispatcher-type alltoall --expert-model-parallel-size"
@@ -118,6 +120,22 @@ def command_words(
             w for kind, flags in QUICK_KINDS.items() if kind in pattern for w in flags.split()
         ]
     return [*words, *shlex.split(more)]
+
+
+def measured_runs(
+    results: Mapping[str, Any],
+) -> Iterator[tuple[str, list[str], Mapping[str, Any]]]:
+    """Yield our runs of a result file that did not fail: name, command line and measurements."""
+    for size, of_size in results["sizes"].items():
+        for name, found in of_size["runs"].items():
+            side, _, layers = name.removesuffix(" layers").partition(", ")
+            if side != OURS or "failed" in found:
+                continue
+            more = f"--cuda-graph-impl {results['graphs']} {results['flags']}"
+            depth = None if layers == "all" else int(layers)
+            sizes = (SIZES[size], "none", results["gpus"], depth)
+            words = command_words(*sizes, more, quick=False, device="cuda")
+            yield f"{size}, {layers} layers, {results['gpus']} GPUs", words, found
 
 
 def pattern_of(model: str) -> str:
@@ -455,7 +473,7 @@ def with_ratio(runs: Mapping[str, dict[str, Any]], beside_layers: int | None) ->
 
 COLUMNS = (
     *("size", "run", "parameters of a rank", "step ms", "tokens/s per GPU", "MFU", "GPU busy"),
-    *("exposed, idle ms", "peak, planned GiB"),
+    *("exposed, idle ms", "peak, planned GiB", RATIO := "ours over megatron-core's tokens/s"),
 )
 
 
@@ -466,10 +484,10 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, object]]:
         for run, found in size["runs"].items():
             row: dict[str, object] = dict.fromkeys(COLUMNS, "")
             rows.append(row)
-            row |= {"size": name, "run": run}
+            ratio = size["over_megatron_core"]
+            row |= {"size": name, "run": run, RATIO: "not measured" if ratio is None else ratio}
             if "failed" in found:
-                failed = found["failed"].strip().splitlines()[-1:]
-                row["step ms"] = " ".join(failed)[:80]
+                row["step ms"] = f"failed after {found['seconds_in_all']} s"
                 continue
             shares = "exposed_ms" in found
             row.update(

@@ -23,20 +23,22 @@ import expert_graphs
 import harness
 import layouts
 import offload
+import real_sizes
 from megatron_packed.config.parser.parse import parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import FULL_ITERATION
+from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.estimate.gpu_rates import measured_rates
-from megatron_packed.models.estimate.step_time import step_time
+from megatron_packed.models.estimate.step_time import StepTime, step_time
 from megatron_packed.models.trace import Imagined
 from megatron_packed.torch_private import compiler_not_imported
-from memory_peaks import KINDS, SMALL_PACKS, results
+from memory_peaks import CONVERSATIONS, KINDS, SMALL_PACKS, results
 from model_step import CONFIGS, packings
 from train_real import ROOT
 
 COMMAND_LINES = "command_line_runs"
 EXPERTS = ("expert_graphs", *SMALL_PACKS)
-RESULTS = (COMMAND_LINES, *KINDS, "full_step", "offload", *EXPERTS)
+RESULTS = (COMMAND_LINES, *KINDS, "full_step", "offload", *EXPERTS, *real_sizes.RESULTS)
 """Result files with steps of today's kernels, in the order of the table."""
 TOLERANCE = 0.10
 """Largest relative error at which a computed time counts as right."""
@@ -54,6 +56,8 @@ class Step(NamedTuple):
     lengths: NDArray[np.int64]
     """Tokens of the documents of a pack."""
     measured_ms: float
+    bounds: Load | None = None
+    """Observed bounds of the expert buffers; None for those of balanced experts."""
 
 
 class Compared(NamedTuple):
@@ -132,7 +136,20 @@ def experts() -> Iterator[Step]:
                 tokens = 2 * expert_graphs.PACKS_OF_RANK * c["T"]
                 title = f"experts, {c['T']:,} tokens, {dispatcher}, {backend}"
                 measured = 1e3 * tokens / found["tokens_per_second"]
-                yield Step(title, config, 2, *_packs(c), measured)
+                yield Step(title, config, 2, *_packs(c), measured, Load(*found["bounds"]))
+
+
+def real_models() -> Iterator[Step]:
+    """Yield runs of models of real sizes, with as many documents in a pack as conversations of their
+    data."""
+    for found in map(results, real_sizes.RESULTS):
+        for name, words, run in real_sizes.measured_runs(found):
+            config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
+            vocab = config.model.vocab_size
+            assert vocab is not None
+            tokens = config.packing.seq_length
+            lengths = np.full(CONVERSATIONS, tokens // CONVERSATIONS)
+            yield Step(name, config, found["gpus"], vocab, lengths, run["step_ms"][0])
 
 
 def _packs(c: dict[str, Any]) -> tuple[int, NDArray[np.int64]]:
@@ -140,21 +157,22 @@ def _packs(c: dict[str, Any]) -> tuple[int, NDArray[np.int64]]:
     return c["vocab"], np.array(packings(c["T"], 1)[0])
 
 
-def computed(step: Step) -> float:
-    """Return the computed time of a step in ms."""
+def computed(step: Step) -> StepTime:
+    """Return the computed time of a step."""
     with compiler_not_imported():
         imagined = Imagined.from_config(step.config, step.processes, step.vocab)
-        of_step = step_time(
-            step.config, imagined, layouts.CAPACITY, step.lengths, measured_rates()["H200"]
-        )
-    return 1e3 * of_step.seconds
+        if step.bounds is not None:
+            room = imagined.model.expert_room
+            room.bounds, room.observed = step.bounds, True
+        rates = measured_rates()["H200"]
+        return step_time(step.config, imagined, layouts.CAPACITY, step.lengths, rates)
 
 
 def compared() -> list[Compared]:
     """Return the computed and the measured time of each step."""
-    kinds = (command_lines, of_each_layout, full_steps, offloads, experts)
+    kinds = (command_lines, of_each_layout, full_steps, offloads, experts, real_models)
     return [
-        Compared(step.name, step.processes, computed(step), step.measured_ms)
+        Compared(step.name, step.processes, 1e3 * computed(step).seconds, step.measured_ms)
         for kind in kinds
         for step in kind()
     ]

@@ -293,7 +293,7 @@ TABLES = {
     "gradient_sums": Table("gradient_sums.py", "gradient_sums", gradient_sums.rows_of),
     "optimizer_step": Table("optimizer_step.py", "optimizer_step", optimizer_step.rows_of),
     "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
-    "real_sizes_2_8b": Table("real_sizes.py", "real_sizes_2_8b", real_sizes.rows_of),
+    **{name: Table("real_sizes.py", name, real_sizes.rows_of) for name in real_sizes.RESULTS},
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),

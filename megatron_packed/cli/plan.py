@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan_search import RunToPlan, search_command
 from megatron_packed.cli.plan_time import (
+    MEMORY_GIB,
     memory_gib_of,
     peak_of_named,
     reason_without_rates,
@@ -56,10 +58,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_world_size(parser)
     parser.add_argument(
         "--gpu",
-        default="H200",
         metavar="NAME",
-        help="GPU of the run (default H200). The time of a step is computed by rates measured on H200; "
-        "other names, such as H100, B200 or A100, have a peak FLOP/s for --mfu",
+        help="GPU of the run (default H200). With H100 or H200, kernels are those of such a machine with "
+        "all packages; by default, those of this machine. The time of a step is computed by rates "
+        "measured on H200; other names, such as B200 or A100, have a peak FLOP/s for --mfu",
     )
     parser.add_argument(
         "--gpu-memory-gib",
@@ -93,6 +95,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command("plan", "estimate the GPU memory of every rank and the time of a step", _add_arguments)
 def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int:
+    named = arguments.gpu
+    arguments.gpu = named or "H200"
     memory_gib = _check(arguments)
     config = parse_or_exit(
         without_data(run_flags, uses=("model",)),
@@ -106,6 +110,7 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     if arguments.search and reason:
         raise UsageError(f"--search orders layouts by time. {reason}{_cure_of_search(arguments)}")
     from megatron_packed.models.estimate.run_estimate import documents_in_pack, step_work
+    from megatron_packed.ops.backend_dispatch import complete_machine
 
     gpu = peak_of_named(arguments.gpu)
     vocab_size, lengths, source = _data(config, arguments.lengths)
@@ -123,9 +128,12 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         work=work,
         limit=int(memory_gib * _GIB),
     )
-    if arguments.search:
-        return search_command(run, without_data(run_flags, uses=("model",)), gpu, arguments.json)
-    return _report(run, run_flags, gpu, reason, arguments)
+    of_named = named is not None and gpu[0] in MEMORY_GIB
+    with complete_machine() if of_named else nullcontext():
+        if arguments.search:
+            flags = without_data(run_flags, uses=("model",))
+            return search_command(run, flags, gpu, arguments.json)
+        return _report(run, run_flags, gpu, reason, arguments, kernels_of=gpu[0] * of_named)
 
 
 def _check(arguments: argparse.Namespace) -> float:
@@ -157,8 +165,13 @@ def _report(
     gpu: tuple[str, float],
     reason: str,
     arguments: argparse.Namespace,
+    kernels_of: str,
 ) -> int:
-    """Print the report of one layout."""
+    """Print the report of one layout.
+
+    Args:
+        kernels_of: GPU whose default kernels are assumed; empty for the kernels of this machine.
+    """
     from megatron_packed.models.estimate.run_estimate import changes, estimates, measured_time
 
     sizes = (run.config, run.world_size, run.vocab_size, run.documents)
@@ -179,7 +192,7 @@ def _report(
         of_run = None if time is None else time._asdict()
         print(json.dumps({**estimate, "time": of_run, "reason_without_time": without}))
     else:
-        lines = _lines(run, ranks, cures)
+        lines = _lines(run, ranks, cures, kernels_of)
         show("\n".join([*lines, *time_lines(time, reason, run.work, run.world_size)]))
     return 0
 
@@ -260,7 +273,9 @@ def _rows(estimate: Estimate) -> dict[str, int]:
     }
 
 
-def _lines(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]) -> list[str]:
+def _lines(
+    run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change], kernels_of: str
+) -> list[str]:
     from megatron_packed.config.kinds.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
@@ -304,7 +319,7 @@ def _lines(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]) 
             f"{config.memory.min_offloaded_tensor_size:,} elements (--min-offloaded-tensor-size)."
         )
     lines += [
-        *_kernel_lines(config),
+        *_kernel_lines(config, kernels_of),
         *_verdict(ranks, run.limit, cures),
         "",
         f"Lengths: {run.source}.",
@@ -312,19 +327,25 @@ def _lines(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]) 
     return lines + _step_lines(run.work, world_size)
 
 
-def _kernel_lines(config: RunConfig) -> list[str]:
+def _kernel_lines(config: RunConfig, kernels_of: str) -> list[str]:
     """Return the lines about kernels that need more or less memory than is counted."""
-    from megatron_packed.explain.op_requests import lacks_joined_kernels
+    from megatron_packed.explain.op_requests import lacks_joined_kernels, may_join_products
 
     if not config.training.bf16:
         return [
             "Without --bf16 other attention kernels run, which may need more memory than is "
             "counted."
         ]
-    if lacks_joined_kernels(config):
+    if kernels_of and may_join_products(config):
+        return [
+            f"Activations of squared ReLU are counted as not saved: {kernels_of} with quack-kernels is assumed, "
+            "which flash-attn 4 installs. Without this package a run needs more memory."
+        ]
+    if not kernels_of and lacks_joined_kernels(config):
         return [
             "Activations of squared ReLU are counted as saved, because this machine has no Hopper "
-            "GPU with quack-kernels. A run with these kernels may need less memory."
+            "GPU with quack-kernels. A run with these kernels may need less memory; --gpu H100 or H200 "
+            "counts it."
         ]
     return []
 

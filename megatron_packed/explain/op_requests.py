@@ -113,6 +113,11 @@ def lacks_joined_kernels(config: RunConfig) -> bool:
     """Return whether layers might save fewer activations with kernels that this machine lacks."""
     if not device_reasons("cuda") and is_installed("quack.gemm"):
         return False
+    return may_join_products(config)
+
+
+def may_join_products(config: RunConfig) -> bool:
+    """Return whether a GPU may join products of the run with their activations."""
     gpu = torch.device("cuda")
     return config.training.bf16 and any(_may_join(each.inputs) for each in op_requests(config, gpu))
 

@@ -106,6 +106,37 @@ def is_on_meta(inputs: Hashable) -> bool:
 
 
 GPUBackend = partial(Backend, gpu_only=True)
+_machine_is_complete = False
+
+
+@contextmanager
+def complete_machine() -> Iterator[None]:
+    """Choose as on a machine with the GPU and the packages that every `JoiningBackend` needs.
+
+    Use it to plan ranks of another machine, because nothing can run such a choice here.
+    """
+    global _machine_is_complete
+    before, _machine_is_complete = _machine_is_complete, True
+    try:
+        yield
+    finally:
+        _machine_is_complete = before
+
+
+@dataclass(frozen=True)
+class JoiningBackend(Backend):
+    """Backend of GPUs that joins operations. Its stand-in ``on_meta`` has the reasons that follow
+    from the inputs alone, and not from the machine.
+    """
+
+    gpu_only: bool = True
+
+    def supports(self, inputs: Hashable) -> bool:
+        if not _machine_is_complete:
+            return super().supports(inputs)
+        assert self.on_meta is not None, self.name
+        on_gpu = getattr(inputs, "device_type", "cuda") == "cuda"
+        return on_gpu and self.on_meta.supports(inputs)
 
 
 class Choices(dict[tuple[str, Hashable], Backend]):

@@ -22,6 +22,7 @@ from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.distributed.flat_buffers import flat_layout_of
 from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.zero1_layout import FlatLayout, Ownership
+from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.estimate.gpu_rates import GpuRates
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, Work
 from megatron_packed.models.estimate.traced_work import (
@@ -68,13 +69,16 @@ def step_time(
 
     Args:
         config: configuration of the run.
-        imagined: the model of a rank.
+        imagined: the model of a rank. If the bounds of its expert buffers would follow the routing,
+            they become those of balanced experts.
         documents: capacity of a pack in documents.
         lengths: tokens of the documents' pieces, which fill the packs.
         rates: rates of the GPUs.
         known: units that step times of other configurations have traced.
     """
     model, groups = imagined
+    if model.expert_room.measured and not model.expert_room.observed:
+        model.expert_room.fit(Load(1.0, 1.0))
     work = Work(tokens=config.packing.tokens_per_pack, documents=documents)
     step = MetaStep(model, work, known, _APART).run()
     micro_batches = config.micro_batches_per_step(groups.dp.size)

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
+from megatron_packed.ops.backend_dispatch import Backend, JoiningBackend, Op
 
 OP = Op(
     "dense_mlp",
     (
-        GPUBackend(
+        JoiningBackend(
             "quack",
             "megatron_packed.ops.dense_mlp.quack",
             on_meta=Backend("quack", "megatron_packed.ops.dense_mlp.on_meta"),

@@ -6,27 +6,21 @@ and writes the activation again, so forward need not save it.
 
 from __future__ import annotations
 
-import torch
-
 from megatron_packed.ops.dense_mlp.api import DenseMLPInputs
+from megatron_packed.ops.dense_mlp.on_meta import not_supported_reasons as reasons_of_inputs
 from megatron_packed.ops.quack_epilogues import (
     not_supported_reasons as reasons_of_epilogues,
 )
 from megatron_packed.ops.quack_epilogues import squared_relu_gradient, squared_relu_product
-from megatron_packed.ops.quack_tiles import alignment_reasons, device_reasons
+from megatron_packed.ops.quack_tiles import device_reasons
 
 JOINS = True
 
 
 def not_supported_reasons(inputs: DenseMLPInputs) -> list[str]:
     """Return the reasons why quack's products do not support these inputs; empty if they do."""
-    reasons = reasons_of_epilogues() + device_reasons(inputs.device_type)
-    if inputs.kind != "squared_relu":
-        reasons.append(f"the derivative is that of squared_relu, not of {inputs.kind}")
-    if inputs.dtype != torch.bfloat16:
-        reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
-    reasons += alignment_reasons(hidden_size=inputs.channels, inner_size=inputs.inner)
-    return reasons + ([inputs.apart] if inputs.apart else [])
+    of_machine = reasons_of_epilogues() + device_reasons(inputs.device_type)
+    return of_machine + reasons_of_inputs(inputs)
 
 
 hidden_and_activation = squared_relu_product

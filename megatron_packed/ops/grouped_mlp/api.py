@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_packed.ops.activation.api import Kind
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
+from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, JoiningBackend, Op
 
 OP = Op(
     "grouped_mlp",
     (
-        GPUBackend(
+        JoiningBackend(
             "quack_joined",
             "megatron_packed.ops.grouped_mlp.quack_joined",
             on_meta=Backend(

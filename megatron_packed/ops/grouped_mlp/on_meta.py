@@ -6,6 +6,8 @@ from torch import Tensor
 
 from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.ops.activation.api import Kind, activation
+from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
+from megatron_packed.ops.grouped_mlp.grouped_linear import shape_and_dtype_reasons
 from megatron_packed.ops.on_meta import Memory, of_shape, workspace
 
 
@@ -25,8 +27,21 @@ fc2 = fc1
 """Return a tensor ``(R, D)``; the arguments are rows ``(R, F)`` and weights ``(E, D, F)``."""
 
 
+def reasons_to_keep_apart(inputs: GroupedMLPInputs) -> list[str]:
+    """Return the reasons why the activation is no part of the products; empty if it may be one."""
+    reasons = []
+    if inputs.activation != "squared_relu":
+        reasons.append(f"the products compute squared_relu, not {inputs.activation}")
+    return reasons + ([inputs.apart] if inputs.apart else [])
+
+
 class JoinedExperts:
     """Experts whose products include the activation: shapes and saved tensors."""
+
+    @staticmethod
+    def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
+        """Return the reasons why joined products support these inputs on no GPU; empty if they may."""
+        return shape_and_dtype_reasons(inputs) + reasons_to_keep_apart(inputs)
 
     @staticmethod
     def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.grouped_linear import row_bounds, weight_gradient
+from megatron_packed.ops.grouped_mlp.on_meta import reasons_to_keep_apart
 from megatron_packed.ops.grouped_mlp.quack import PRODUCTS
 from megatron_packed.ops.grouped_mlp.quack import not_supported_reasons as reasons_of_products
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_
@@ -31,10 +32,8 @@ from megatron_packed.ops.quack_tiles import aligned
 
 def not_supported_reasons(inputs: GroupedMLPInputs) -> list[str]:
     """Return the reasons why these products do not support these inputs; empty if they do."""
-    reasons = reasons_of_epilogues() + reasons_of_products(inputs)
-    if inputs.activation != "squared_relu":
-        reasons.append(f"the products compute squared_relu, not {inputs.activation}")
-    return reasons + ([inputs.apart] if inputs.apart else [])
+    of_products = reasons_of_epilogues() + reasons_of_products(inputs)
+    return of_products + reasons_to_keep_apart(inputs)
 
 
 def run(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, offsets_E: Tensor) -> Tensor:

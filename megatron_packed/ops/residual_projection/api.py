@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op
+from megatron_packed.ops.backend_dispatch import Backend, JoiningBackend, Op
 
 OP = Op(
     "residual_projection",
     (
-        GPUBackend(
+        JoiningBackend(
             "quack",
             "megatron_packed.ops.residual_projection.quack",
             on_meta=Backend("quack", "megatron_packed.ops.residual_projection.on_meta"),

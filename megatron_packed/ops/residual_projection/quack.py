@@ -18,7 +18,6 @@ from megatron_packed.ops.quack_tiles import (
     SCHEDULE,
     TOKEN_TILES,
     aligned,
-    alignment_reasons,
     bound_plans,
     device_reasons,
     join_context,
@@ -26,6 +25,9 @@ from megatron_packed.ops.quack_tiles import (
     version_reasons,
 )
 from megatron_packed.ops.residual_projection.api import ResidualProjectionInputs
+from megatron_packed.ops.residual_projection.on_meta import (
+    not_supported_reasons as reasons_of_inputs,
+)
 
 _NEEDED = {"tile_M", "tile_N", *SCHEDULE}
 _PLANS = _quack._gemm_plan_cache  # read at import, so that a quack without it is refused
@@ -33,11 +35,8 @@ _PLANS = _quack._gemm_plan_cache  # read at import, so that a quack without it i
 
 def not_supported_reasons(inputs: ResidualProjectionInputs) -> list[str]:
     """Return the reasons why quack's product does not support these inputs; empty if it does."""
-    reasons = version_reasons(_quack.gemm, _NEEDED) + device_reasons(inputs.device_type)
-    if inputs.dtype != torch.bfloat16:
-        reasons.append(f"rows and weights must be bfloat16, not {inputs.dtype}")
-    reasons += alignment_reasons(input_width=inputs.inner, output_width=inputs.channels)
-    return reasons + ([inputs.apart] if inputs.apart else [])
+    of_machine = version_reasons(_quack.gemm, _NEEDED) + device_reasons(inputs.device_type)
+    return of_machine + reasons_of_inputs(inputs)
 
 
 def added_product(residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tensor:

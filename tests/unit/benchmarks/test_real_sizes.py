@@ -94,8 +94,28 @@ def test_a_failed_run_is_in_the_results(data, tmp_path, monkeypatch):
     monkeypatch.setattr(real_sizes, "start", lambda job, gpus, limit: f"{job.parent}: no memory\n")
     found = real_sizes.measured(OURS, [], "cpu", 1, 1.0)
     assert found["failed"] == ".: no memory\n"
-    (row,) = rows_of({"sizes": {"a": {"runs": {"b": harness.plain(found)}}}})
-    assert row["step ms"] == ".: no memory"
+    (row,) = rows_of({"sizes": {"a": with_ratio({"b": harness.plain(found)}, None)}})
+    assert row["step ms"] == f"failed after {found['seconds_in_all']} s"
+
+
+def test_a_ratio_that_was_not_measured_is_shown_as_such():
+    (row,) = rows_of({"sizes": {"a": with_ratio({"b": {"failed": "", "seconds_in_all": 1}}, 8)}})
+    assert row[real_sizes.RATIO] == "not measured"
+
+
+def test_our_runs_of_a_result_have_the_command_lines_that_were_measured():
+    sizes = {
+        "moe_30b_a3b_balanced": with_ratio({run_name(OURS, 9): {}, run_name(THEIRS, 9): {}}, 9)
+    }
+    found = {"gpus": 4, "graphs": "local", "flags": "--main-grads-dtype bf16", "sizes": sizes}
+    [(name, words, run)] = real_sizes.measured_runs(found)
+    assert name == "moe_30b_a3b_balanced, 9 layers, 4 GPUs" and run == {}
+    assert words[words.index("--expert-model-parallel-size") + 1] == "4"
+    config = parse_with_sources(words, 4, on_this_machine=False).config
+    assert (
+        len(config.model.hybrid_layer_pattern) == 9 and config.cuda_graph.cuda_graph_impl == "local"
+    )
+    assert config.parallel.main_grads_dtype == "bf16"
 
 
 def test_conversations_of_the_first_packs_are_stored(tmp_path, run_script):

@@ -195,6 +195,21 @@ def test_activations_that_other_kernels_do_not_save_are_named(capsys, monkeypatc
         assert (line in capsys.readouterr().out) == (said and bool(reasons))
 
 
+@pytest.mark.parametrize("gpu", ["H100", "h200"])
+def test_a_named_gpu_has_its_default_kernels_on_any_machine(capsys, monkeypatch, gpu):
+    monkeypatch.setattr(op_requests, "is_installed", lambda module: False)
+    flags = [*SQUARED, *EXPERTS, "--hybrid-layer-pattern", "E-", "--seq-length", "8192"]
+    here, named = plan(capsys, *flags), plan(capsys, *flags, "--gpu", gpu)
+    before, after = (one["ranks"]["every rank"]["bytes"]["total"] for one in (here, named))
+    assert after < before
+    assert main(["plan", *flags, "--gpu", gpu]) == 0
+    text = capsys.readouterr().out
+    assert f"counted as not saved: {gpu.upper()} with quack-kernels is assumed" in text
+    assert main(["plan", *SMALL, "--vocab-size", "1024", "--gpu", gpu]) == 0
+    assert "quack-kernels" not in capsys.readouterr().out
+    assert plan(capsys, *flags) == here  # the assumption ends with the command
+
+
 def test_a_growing_batch_is_described(capsys):
     """The numbers of a step are those of the full batch; memory does not depend on the batch."""
     flags = [*SMALL, "--global-batch-size", "6", "--train-samples", "200"]

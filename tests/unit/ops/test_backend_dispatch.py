@@ -1,13 +1,23 @@
 """Choice of a backend, and the cache of choices."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
+import torch
 
 from megatron_packed.ops import backend_dispatch
-from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, NoBackendError, Op
+from megatron_packed.ops.backend_dispatch import (
+    Backend,
+    GPUBackend,
+    NoBackendError,
+    Op,
+    complete_machine,
+)
+from megatron_packed.ops.dense_mlp import api as dense_mlp
+from megatron_packed.ops.grouped_mlp import api as grouped_mlp
+from megatron_packed.ops.residual_projection import api as residual_projection
 
 
 @pytest.fixture
@@ -75,3 +85,36 @@ def test_a_choice_for_a_cpu_does_not_import_kernels_of_gpus(
     if chosen == "any":
         with pytest.raises(NoBackendError, match=r"'kernel' does not support .*: kernel: no"):
             op.select(inputs, "kernel")
+
+
+def test_a_complete_machine_joins_what_the_inputs_allow():
+    """The reasons of the stand-ins on the meta device do not depend on this machine."""
+    sizes = {"channels": 16, "inner": 16, "dtype": torch.bfloat16, "device_type": "cuda"}
+    inputs = dense_mlp.DenseMLPInputs(kind="squared_relu", **sizes)
+    others = [
+        replace(inputs, apart="it is recomputed"),
+        replace(inputs, inner=12),
+        replace(inputs, kind="gelu"),
+        replace(inputs, device_type="cpu"),
+        replace(inputs, dtype=torch.float32),
+    ]
+    added = residual_projection.ResidualProjectionInputs(**sizes)
+    experts = grouped_mlp.GroupedMLPInputs(
+        channels=16,
+        experts=4,
+        hidden_in=16,
+        hidden_out=16,
+        activation="squared_relu",
+        dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        device_type="cuda",
+    )
+    joined, adding = dense_mlp.OP.backends[0], residual_projection.OP.backends[0]
+    with complete_machine():
+        assert joined.supports(inputs) and adding.supports(added)
+        assert not any(map(joined.supports, others))
+        assert not adding.supports(replace(added, channels=12))
+        assert grouped_mlp.JOINED.supports(experts)
+        for other in ({"activation": "swiglu"}, {"apart": "offload"}, {"hidden_in": 12}):
+            assert not grouped_mlp.JOINED.supports(replace(experts, **other))
+    assert joined.supports(inputs) == (not joined.reasons(inputs))
