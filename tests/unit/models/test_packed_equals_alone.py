@@ -34,7 +34,10 @@ def check(pattern, variant, lengths, pack):
     return model, documents, packed
 
 
-@pytest.mark.parametrize(("pattern", "pack"), PAIRS)
+# The comparison with the oracle, below, has the pack with capacity for more documents.
+@pytest.mark.parametrize(
+    ("pattern", "pack"), [pair for pair in PAIRS if pair[1] != "capacity for more documents"]
+)
 def test_packed_equals_alone(pattern, pack):
     check(pattern, "plain", *PACKS[pack])
 

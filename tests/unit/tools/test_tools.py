@@ -137,7 +137,8 @@ def test_random_layouts(monkeypatch):
     monkeypatch.setattr(
         random_layouts, "differences", lambda *found: kept.append(found) or compare(*found)
     )
-    assert random_layouts.main(8, 1) == 0
+    # These four cases have every axis and kind of layer, and two of them go on in another layout.
+    assert random_layouts.main(4, 320) == 0
     assert {case.case.graphs.get("cuda_graph_impl") for case in drawn} == {
         None,
         "local",
