@@ -2,7 +2,11 @@
 
 import pytest
 
+from support import process_pools
 from support.fork_server import fork_server
+
+# On a CPU, starting the processes of a pool takes longer than what the waiting groups of 25 layouts use.
+process_pools._LAYOUTS_OF_A_POOL = 25
 
 
 @pytest.fixture(scope="session", autouse=True)
