@@ -48,6 +48,12 @@ def convolution(value: Tensor, generator: Generator, config: ModelConfig) -> Non
     value.uniform_(-bound, bound, generator=generator)
 
 
+def lora_input(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    """Fill the A ``(..., I)`` of adapters as PEFT does: uniform in +-1/sqrt(I)."""
+    bound = 1 / math.sqrt(value.shape[-1])
+    value.uniform_(-bound, bound, generator=generator)
+
+
 def a_log(value: Tensor, generator: Generator, config: ModelConfig) -> None:
     """Fill the logarithm of the decay rate A, which is uniform in [1, 16]."""
     value.uniform_(*A_RANGE, generator=generator).log_()

@@ -11,6 +11,7 @@ from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.kind_options import KindModelOptions
+from megatron_packed.config.sections.model_parts.lora import LoraOptions
 from megatron_packed.config.sections.model_parts.stack import STACK
 
 OUTPUT = "embedding and output"
@@ -72,6 +73,7 @@ class MultiTokenOptions(Section, group=MULTI_TOKEN):
 
 
 class ModelConfig(  # dataclass fields follow the bases from right to left
+    LoraOptions,
     MultiTokenOptions,
     MultiplierOptions,
     KindModelOptions,

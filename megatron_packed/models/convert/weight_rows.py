@@ -117,21 +117,35 @@ def weights_of(
         files: shape of each Hugging Face tensor by name. It decides between the names that a family
             has for one parameter; without files the family's first names are used.
     """
+    weights = {}
+    for name, tensor in stored_tensors(model_on_meta(config, dtype)).items():
+        parts = parts_of(name, tuple(tensor.shape), family, config, files)
+        weights[name] = Weight(
+            name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts
+        )
+    return weights
+
+
+def parts_of(
+    name: str,
+    shape: Shape,
+    family: Family,
+    config: ModelConfig,
+    files: Mapping[str, Shape] = {},
+) -> tuple[HuggingFaceTensor, ...]:
+    """Return the Hugging Face tensors of one model tensor.
+
+    Args:
+        shape: shape of the model tensor.
+        config, files: see `weights_of`.
+    """
     table = family.outside[TABLE]
     prefixes = [
         candidate for candidate in family.prefixes if table.replace("{model}", candidate) in files
     ]
     prefix = (prefixes or family.prefixes)[0]
-    weights = {}
-    for name, tensor in stored_tensors(model_on_meta(config, dtype)).items():
-        where, entry = _entry(name, family, config)
-        parts = _parts(
-            name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files
-        )
-        weights[name] = Weight(
-            name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts
-        )
-    return weights
+    where, entry = _entry(name, family, config)
+    return _parts(name, shape, entry, config, where.replace("{model}", prefix), files)
 
 
 def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
