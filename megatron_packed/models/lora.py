@@ -8,6 +8,7 @@ each of q, k and v, for gate and up, and one for every other weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,18 @@ from torch import Tensor, nn
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.distributed.tensor_parallel_shards import Shard, set_shard, shard_of
+from megatron_packed.distributed.tensor_parallel_shards import (
+    Shard,
+    set_expert_shard,
+    set_shard,
+    shard_of,
+)
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from megatron_packed.layers.lora import Lora, LoraScale
+from megatron_packed.layers.moe.layer import GroupedExperts
+from megatron_packed.layers.moe.lora import ExpertLora
+from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
@@ -39,11 +48,17 @@ def matrices_of(
 ) -> list[Matrix]:
     """Return the matrices whose rows a weight holds.
 
+    For a weight of routed experts these are the matrices of each expert. The families' models hold
+    gate and up of an expert as one matrix, also if their files do not.
+
     Args:
         name: name of the weight, such as ``layers.0.mixer.qkv.weight``.
-        shape: shape of the unsplit weight.
+        shape: shape of the unsplit weight, ``(O, I)`` or ``(E, O, I)``.
         family: family that can hold the model; None if there is none.
     """
+    rows = shape[-2]
+    if family is not None and len(shape) > 2:
+        return [Matrix(name, part) for part in interleaved(1, [rows])]
     if family is not None:
         return [
             Matrix(tensor.name.removesuffix(".weight"), Part(tensor.shape[0], tensor.moves))
@@ -52,15 +67,15 @@ def matrices_of(
     stem = name.removesuffix(".weight")
     kind = stem.rpartition(".")[2]
     if kind == "qkv":
-        rows = (gated_qkv if config.attention_output_gate else qkv)(config)
-        return [Matrix(f"{stem}.{which}", part) for which, part in zip("qkv", rows, strict=True)]
+        parts = (gated_qkv if config.attention_output_gate else qkv)(config)
+        return [Matrix(f"{stem}.{which}", part) for which, part in zip("qkv", parts, strict=True)]
     if kind == "fc1" and config.swiglu:
-        halves = interleaved(1, [shape[0] // 2] * 2)
+        halves = interleaved(1, [rows // 2] * 2)
         return [
             Matrix(f"{stem}.{which}", part)
             for which, part in zip(("gate", "up"), halves, strict=True)
         ]
-    return [Matrix(stem, part) for part in interleaved(1, [shape[0]])]
+    return [Matrix(stem, part) for part in interleaved(1, [rows])]
 
 
 def family_of(config: ModelConfig) -> Family | None:
@@ -90,6 +105,19 @@ def adapted_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
             yield name, module
 
 
+def whole_shape(weight: nn.Parameter, tp_size: int) -> tuple[int, ...]:
+    """Return the shape of a weight before it is split."""
+    return tuple(shard_of(weight, tp_size).global_shape(weight.shape))
+
+
+def adapted_experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
+    """Yield the names of weights of routed experts that may have adapters, with their modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            for weight in ("fc1", "fc2"):
+                yield f"{name}.{weight}", module
+
+
 def add_adapters(model: nn.Module, build: Build) -> None:
     """Add the adapters of ``--lora-target-modules`` to a model, and freeze everything else."""
     config: ModelConfig = model.config  # type: ignore[assignment]
@@ -99,6 +127,11 @@ def add_adapters(model: nn.Module, build: Build) -> None:
     model.requires_grad_(False)
     for name, linear in adapted_linears(model):
         add_adapter(f"{name}.weight", linear, config, family, shared, build)
+    for name, experts in adapted_experts(model):
+        which = name.rpartition(".")[2]
+        shape = whole_shape(getattr(experts, which), build.tp.size)
+        matrices = matrices_of(name, shape, config, family)
+        add_expert_adapters(experts, which, matrices, [True] * len(matrices), shared, build)
 
 
 def add_adapter(
@@ -133,6 +166,42 @@ def add_adapter(
     else:
         for factor in (lora.A, lora.B):
             _replicate(factor, size, own_gradients=shard.own_gradients)
+
+
+def add_expert_adapters(
+    experts: GroupedExperts,
+    which: str,
+    matrices: list[Matrix],
+    adapted: list[bool],
+    shared: LoraScale,
+    build: Build,
+) -> None:
+    """Add an adapter for each expert to a weight of experts, split over ranks as the weight is.
+
+    Args:
+        which: name of the weight, ``fc1`` or ``fc2``.
+        matrices: matrices among the rows of each expert.
+        adapted: for each matrix, whether it has an adapter.
+    """
+    weight: nn.Parameter = getattr(experts, which)
+    shard = shard_of(weight, build.tp.size)
+    shape = whole_shape(weight, build.tp.size)
+    numbers_EO = matrix_of_row(matrices, shape[1], adapted).expand(shape[:2])
+    if shard.dim < 2:
+        numbers_EO = shard.take(numbers_EO)
+    lora = ExpertLora(numbers_EO[0], sum(adapted), weight.shape, shared, build)
+    setattr(experts, f"{which}_lora", lora)
+    of_A = of_B = shard
+    if shard.first is not None:
+        # Ranks that share the matrices of experts also share the factor that is not split. Each of
+        # them computes a term of its gradient.
+        ranks = (build.ep or ExpertParallel(tp=build.tp)).split.size
+        whole = lora.A.shape[1] if shard.dim == 1 else lora.B.shape[1]
+        both = Shard.replicated(whole, ranks, own_gradients=True)
+        both = replace(both, dim=1, first=shard.first)
+        of_A, of_B = (both, shard) if shard.dim == 1 else (shard, both)
+    set_expert_shard(lora.A, of_A)
+    set_expert_shard(lora.B, of_B)
 
 
 def _replicate(factor: nn.Parameter, size: int, *, own_gradients: bool) -> None:

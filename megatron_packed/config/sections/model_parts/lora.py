@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_packed.config.conditions import TRAINS, Condition
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section
+from megatron_packed.config.section import Section, section_fields
 
 ALL_LINEAR = "all-linear"
 """Name in ``--lora-target-modules`` of all matrices of the layers but routers and gates of experts."""
@@ -69,3 +69,9 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         rank = self.lora_rank or 1
         scale: float = self.lora_alpha / (rank**0.5 if self.lora_rslora else rank)
         return scale
+
+
+def keys_of_adapters() -> tuple[str, ...]:
+    """Return the keys of the options that decide shapes and function of adapters."""
+    fields = section_fields(LoraOptions)
+    return tuple(f"model.{field.name}" for field in fields if field.option.resume)
