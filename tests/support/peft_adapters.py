@@ -59,7 +59,18 @@ class Base:
     def ours(self, adapters: dict[str, Tensor], **options: Any) -> HybridModel:
         """Return a model of ours with adapters, in float64."""
         config = replace(self.config, lora_rank=RANK, lora_alpha=ALPHA, **options)
-        return self._model(config, {**self.state, **adapters})
+        return self._model(config, {**self.state, **self.unused(adapters), **adapters})
+
+    def unused(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return adapters that change nothing, for the matrices that have none."""
+        found = {}
+        for weight in self.weights:
+            if weight.factor("A") not in adapters:
+                matrices = int(self.rows(weight).max()) + 1
+                *experts, outputs, inputs = weight.shape
+                found[weight.factor("A")] = torch.ones(*experts, matrices * RANK, inputs)
+                found[weight.factor("B")] = torch.zeros(*experts, outputs, RANK)
+        return found
 
     def merged(self, adapters: dict[str, Tensor]) -> HybridModel:
         """Return a model of ours with the sums of weights and adapters."""
@@ -87,6 +98,7 @@ def random_base(name: str, number: int, folder: Path) -> Base:
     """Return a random tiny model of a family, by its name in `huggingface_models.FAMILIES`."""
     theirs = FAMILIES[name](random.Random(f"{name} {number}"), number)
     theirs.save_pretrained(folder)
+    theirs.set_experts_implementation("eager")  # the grouped product of torch has no float64
     family, config = model_of(read_config(folder / "config.json"), folder / "config.json")
     state = {key: value.double() for key, value in opened(folder)[1].items()}
     return Base(theirs.double(), family, config, state, adaptable_weights(config, family))

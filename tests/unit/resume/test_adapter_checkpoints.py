@@ -1,23 +1,16 @@
 """Checkpoints of runs with ``--lora-rank``: they hold adapters alone, and name their base."""
 
-import json
-import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import load_checkpoint, newest_checkpoint
+from megatron_packed.checkpoint.load import newest_checkpoint
 from megatron_packed.checkpoint.manifest import read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
-from megatron_packed.checkpoint.run_metadata import metadata_problem
-from megatron_packed.checkpoint.tensor_shard import whole_tensors
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.training.from_python import train
-from megatron_packed.training.trained_model import TrainedModel
 
 MODEL = "--hybrid-layer-pattern M*-G --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2"
 MODEL += " --mamba-head-dim 8 --mamba-num-groups 1 --mamba-state-dim 8 --linear-num-key-heads 1"

@@ -76,14 +76,13 @@ def join_factors(
 
 
 def _number(matrix: Matrix, number_O: Tensor) -> int:
-    numbers = number_O[matrix.rows()].unique().tolist()
-    if len(numbers) > 1:
+    first, last = map(int, torch.aminmax(number_O[matrix.rows()]))
+    if first != last:
         raise CheckpointError(
-            f"{matrix.path} has rows of {len(numbers)} adapters of the training, so it has no adapter "
-            "of one rank",
+            f"{matrix.path} has rows of several adapters of the training",
             cure="merge the adapters instead",
         )
-    return int(numbers[0])
+    return first
 
 
 def merged(weight_OI: Tensor, stacked: Factors, scale: float, number_O: Tensor) -> Tensor:

@@ -101,10 +101,8 @@ def _experts(
 
 def trained_rows(weight: AdaptableWeight, config: ModelConfig) -> Tensor:
     """Return ``(O,)`` int64: number of the adapter that a training gives each row; -1 for none."""
-    if weight.stacked:
-        return torch.zeros(weight.shape[1], dtype=torch.int64)
     matrices = matrices_of(weight.name, weight.shape, config, family_of(config))
-    return matrix_of_row(matrices, weight.shape[0], [True] * len(matrices))
+    return matrix_of_row(matrices, weight.shape[-2], [True] * len(matrices))
 
 
 def loaded_path(name: str, family: Family) -> str:

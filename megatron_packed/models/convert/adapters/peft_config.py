@@ -39,12 +39,12 @@ _REFUSED = {
     "megatron_config": "adapters of Megatron's layers are not supported",
 }
 """Options that must be off, and the reason."""
-_NO_EFFECT = frozenset(
-    """alora_invocation_tokens auto_mapping base_model_name_or_path corda_config ensure_weight_tying
+_NO_EFFECT = """
+    auto_mapping corda_config ensure_weight_tying
     eva_config exclude_modules inference_mode layers_pattern layers_to_transform loftq_config
     lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config
-    target_modules task_type""".split()
-)
+    target_modules task_type
+"""
 """Options that do not change what adapters in a file compute: the file names its matrices."""
 _KEEPING_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` with which PEFT leaves the base's weights as they are."""
@@ -195,6 +195,7 @@ _REQUIRED = ("peft_type", "r", "lora_alpha")
 
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each option that is missing, unknown or not supported."""
+    no_effect = _NO_EFFECT.split()
     yield from (f"{key} is missing" for key in _REQUIRED if key not in fields)
     for key, value in fields.items():
         if key in _KEYS:
@@ -206,7 +207,7 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
         elif key in _REFUSED:
             if value not in (None, False, [], {}):
                 yield f"{key} is {shown_value(value)}, but {_REFUSED[key]}"
-        elif key not in _NO_EFFECT and value not in (None, False, [], {}):
+        elif key not in no_effect and value not in (None, False, [], {}):
             yield f"{key} is {shown_value(value)}, but this option is unknown"
 
 

@@ -41,5 +41,6 @@ def flat(experts: Factors) -> Factors:
 
 def unflat(factors: Factors, experts: int) -> Factors:
     """Return the factors of E experts from those of a file; inverts `flat`."""
-    by_expert = factors.B.unflatten(1, (-1, experts))
-    return Factors(factors.A.unflatten(0, (experts, -1)), by_expert.permute(2, 0, 1).contiguous())
+    B_OrE = factors.B.view(factors.B.shape[0], -1, experts)
+    A_ErI = factors.A.view(experts, -1, factors.A.shape[1])
+    return Factors(A_ErI, B_OrE.permute(2, 0, 1).contiguous())

@@ -19,7 +19,6 @@ from megatron_packed.models.convert.adapters.peft_config import PeftConfig
 from megatron_packed.models.convert.adapters.peft_names import (
     A_WEIGHT,
     B_WEIGHT,
-    PREFIX,
     flat,
     stems,
     unflat,
@@ -62,7 +61,7 @@ def from_peft(
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     stem_of = recognised(shapes, config, weights).stems
-    adapters = {}
+    adapters: dict[str, Tensor] = {}
     for weight in weights:
         split = {
             matrix.path: _factors(tensors, matrix.path, stem_of[matrix.path], weight, config)
@@ -98,7 +97,8 @@ def _paths(
     weights: Iterable[AdaptableWeight], adapted: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Return the paths of modules and of parameters with adapters, in the order of the model."""
-    modules, parameters = [], []
+    modules: list[str] = []
+    parameters: list[str] = []
     for weight in weights:
         for matrix in weight.matrices:
             if matrix.path in adapted:

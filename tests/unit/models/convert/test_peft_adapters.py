@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-import peft
-
 from megatron_packed.models.convert.adapters.peft_config import PeftConfig
 from megatron_packed.models.convert.adapters.peft_tensors import from_peft, to_peft
+from support import hybrid_cases as cases
 from support.peft_adapters import (
     ALPHA,
     RANK,
@@ -24,9 +23,16 @@ from support.peft_adapters import (
     tensors_of,
     with_adapters,
 )
-from support import hybrid_cases as cases
 
-DENSE = [("qwen3_5", 0), ("granitemoehybrid", 1), ("llama", 0), ("olmo_hybrid", 1)]
+CASES = [
+    ("qwen3_5", 0),
+    ("qwen3_moe", 0),
+    ("nemotron_h", 4),
+    ("granitemoehybrid", 0),
+    ("granitemoehybrid", 1),
+    ("llama", 0),
+    ("olmo_hybrid", 1),
+]
 IN_FLOAT64 = {"olmo_hybrid"}
 """Families of which transformers computes everything in float64, and so does the model of ours."""
 
@@ -35,7 +41,7 @@ def config_of(base: Base) -> PeftConfig:
     return PeftConfig(r=RANK, lora_alpha=ALPHA, target_parameters=tuple(base.parameters()))
 
 
-@pytest.mark.parametrize(("family", "number"), DENSE)
+@pytest.mark.parametrize(("family", "number"), CASES)
 def test_adapters_of_peft_have_its_logits(family: str, number: int, tmp_path: Path) -> None:
     """They load here, return to the bit, and merged weights have the same logits."""
     base = random_base(family, number, tmp_path)
