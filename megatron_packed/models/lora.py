@@ -127,11 +127,15 @@ def add_adapters(model: nn.Module, build: Build) -> None:
     model.requires_grad_(False)
     for name, linear in adapted_linears(model):
         add_adapter(f"{name}.weight", linear, config, family, shared, build)
+    of_weight: dict[int, ExpertLora] = {}  # depths may share a weight, and then its adapters
     for name, experts in adapted_experts(model):
         which = name.rpartition(".")[2]
-        shape = whole_shape(getattr(experts, which), build.tp.size)
-        matrices = matrices_of(name, shape, config, family)
-        add_expert_adapters(experts, which, matrices, [True] * len(matrices), shared, build)
+        weight = getattr(experts, which)
+        if id(weight) not in of_weight:
+            matrices = matrices_of(name, whole_shape(weight, build.tp.size), config, family)
+            adapted = [True] * len(matrices)
+            of_weight[id(weight)] = expert_adapters(weight, matrices, adapted, shared, build)
+        setattr(experts, f"{which}_lora", of_weight[id(weight)])
 
 
 def add_adapter(
@@ -168,29 +172,26 @@ def add_adapter(
             _replicate(factor, size, own_gradients=shard.own_gradients)
 
 
-def add_expert_adapters(
-    experts: GroupedExperts,
-    which: str,
+def expert_adapters(
+    weight: nn.Parameter,
     matrices: list[Matrix],
     adapted: list[bool],
     shared: LoraScale,
     build: Build,
-) -> None:
-    """Add an adapter for each expert to a weight of experts, split over ranks as the weight is.
+) -> ExpertLora:
+    """Return adapters of a weight of experts, one for each expert, split over ranks as the weight is.
 
     Args:
-        which: name of the weight, ``fc1`` or ``fc2``.
+        weight: ``(E, O, I)``, ``fc1`` or ``fc2`` of `GroupedExperts`.
         matrices: matrices among the rows of each expert.
         adapted: for each matrix, whether it has an adapter.
     """
-    weight: nn.Parameter = getattr(experts, which)
     shard = shard_of(weight, build.tp.size)
     shape = whole_shape(weight, build.tp.size)
     numbers_EO = matrix_of_row(matrices, shape[1], adapted).expand(shape[:2])
     if shard.dim < 2:
         numbers_EO = shard.take(numbers_EO)
     lora = ExpertLora(numbers_EO[0], sum(adapted), weight.shape, shared, build)
-    setattr(experts, f"{which}_lora", lora)
     of_A = of_B = shard
     if shard.first is not None:
         # Ranks that share the matrices of experts also share the factor that is not split. Each of
@@ -202,6 +203,7 @@ def add_expert_adapters(
         of_A, of_B = (both, shard) if shard.dim == 1 else (shard, both)
     set_expert_shard(lora.A, of_A)
     set_expert_shard(lora.B, of_B)
+    return lora
 
 
 def _replicate(factor: nn.Parameter, size: int, *, own_gradients: bool) -> None:
