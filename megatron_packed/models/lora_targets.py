@@ -42,7 +42,7 @@ class Names(NamedTuple):
 
 
 Weights = dict[str, list[Names]]
-"""Name of a weight, without ``.weight`` -> names of the matrices among its rows."""
+"""Name of a weight -> names of the matrices among its rows."""
 
 
 def projection_of(name: str, config: ModelConfig) -> Projection | None:
@@ -58,22 +58,23 @@ def projection_of(name: str, config: ModelConfig) -> Projection | None:
     return next((each for each in projections if each.path == path), None)
 
 
-def names_of(name: str, huggingface: Sequence[str], config: ModelConfig) -> list[Names]:
+def names_of(name: str, huggingface: Sequence[tuple[str, ...]], config: ModelConfig) -> list[Names]:
     """Return the names of the matrices of a weight.
 
     Args:
         name: name of the weight without ``.weight``.
-        huggingface: name of each matrix in Hugging Face.
+        huggingface: names of each matrix in Hugging Face; gate and up of routed experts are one.
     """
     record, megatron = projection_of(name, config), _megatron_name(name, config)
-    canonical = () if record is None else record.canonical
+    canonical = () if record is None or not megatron else record.canonical
+    place, part = megatron.rpartition(".")[0], "" if record is None else record.part
     names = []
     for number, theirs in enumerate(huggingface):
-        of_megatron: tuple[str, ...] = (megatron,) if megatron else ()
-        if megatron and len(canonical) == len(huggingface):
-            of_megatron += (f"{megatron.rpartition('.')[0]}.{canonical[number]}",)
-        part = "" if record is None else record.part
-        names.append(Names((name,), of_megatron, (theirs,), part))
+        own = canonical[number : number + 1] if len(canonical) == len(huggingface) else ()
+        if 1 < len(canonical) == len(theirs):
+            own = canonical
+        of_megatron = (*filter(None, [megatron]), *(f"{place}.{each}" for each in own))
+        names.append(Names((name,), of_megatron, theirs, part))
     return names
 
 
@@ -145,7 +146,7 @@ def _fits(word: str, name: str) -> bool:
 
 
 def _matches_nothing(word: str, weights: Weights, others: Weights) -> Problem:
-    if outside := sorted({name for name, _ in _places(word, others)}):
+    if outside := sorted({name.removesuffix(".weight") for name, _ in _places(word, others)}):
         return Problem(
             flags.LORA_TARGET_MODULES,
             word,

@@ -23,7 +23,15 @@ LLAMA = {
     "swiglu": True,
 }
 """Changes to a model that the family of Llama can hold."""
-DENSE = {
+QWEN = {
+    **LLAMA,
+    "hybrid_layer_pattern": "*E*E",
+    "num_experts": 8,
+    "moe_router_score_function": "softmax",
+    "qk_layernorm": True,
+}
+"""Changes to a model that the family of Qwen3 with experts can hold."""
+PROJECTIONS = {
     "layers.0.mixer.in_proj": 1,
     "layers.0.mixer.out_proj": 1,
     "layers.1.mixer.qkv": 3,
@@ -37,6 +45,8 @@ DENSE = {
         f"layers.{layer}.mixer.{name}": 1
         for layer in (3, 5)
         for name in (
+            "experts.fc1",
+            "experts.fc2",
             "fc1_latent_proj",
             "fc2_latent_proj",
             "shared_expert.fc1",
@@ -44,7 +54,7 @@ DENSE = {
         )
     },
 }
-"""Projections of `MODEL` without routed experts, and the number of matrices of each."""
+"""Projections of `MODEL`, and the number of matrices of each."""
 
 
 def model_of(*words: str, saved: tuple[str, ...] = (), **changes) -> HybridModel:
@@ -62,19 +72,19 @@ def adapted(*words: str, **changes) -> dict[str, int]:
     """Return the projections with an adapter, and the number of adapted matrices of each."""
     model = model_of(*words, **changes)
     return {
-        name.removesuffix(".lora.A"): parameter.shape[0] // 2
+        name.removesuffix(".lora.A").removesuffix("_lora.A"): parameter.shape[-2] // 2
         for name, parameter in model.named_parameters()
-        if name.endswith(".lora.A")
+        if name.endswith("lora.A")
     }
 
 
 def ending(*ends: str) -> dict[str, int]:
-    return {name: count for name, count in DENSE.items() if name.endswith(ends)}
+    return {name: count for name, count in PROJECTIONS.items() if name.endswith(ends)}
 
 
 def test_all_linear_is_every_projection_and_everything_else_is_frozen():
     found = adapted()
-    assert DENSE.items() <= found.items()
+    assert found == PROJECTIONS
     assert not {name for name in found if "router" in name or "embedding" in name}
     trained = [name for name, p in model_of().named_parameters() if p.requires_grad]
     assert all(name.endswith((".A", ".B")) for name in trained)
@@ -89,6 +99,9 @@ def test_all_linear_is_every_projection_and_everything_else_is_frozen():
         (("mlp",), ending("2.mixer.fc1", "2.mixer.fc2")),
         (("shared-experts",), ending("shared_expert.fc1", "shared_expert.fc2")),
         (("latent",), ending("latent_proj")),
+        (("experts",), ending(".experts.fc1", ".experts.fc2")),
+        (("linear_fc2",), ending(".fc2")),
+        (("*.experts.linear_fc1",), ending(".experts.fc1")),
         (("linear_qkv", "linear_proj"), ending(".qkv", ".proj")),
         (("in_proj", "out_proj"), ending("in_proj", "out_proj")),
         (("eh_proj",), ending("eh_proj")),
@@ -124,6 +137,26 @@ def test_words_of_a_family_are_its_names(words, expected):
         for name, count in expected.items()
     }
     assert adapted(*words, **LLAMA) == both
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("up_proj", "down_proj"), {"fc1": 1, "fc2": 1}),
+        (("gate_up_proj",), {}),  # files have a tensor for each expert
+        (("mlp.experts.*",), {}),
+        (("*.mlp.experts.*", "linear_fc2"), {"fc1": 1, "fc2": 1}),
+        (("linear_fc1_gate",), {"fc1": 1}),
+    ],
+    ids=str,
+)
+def test_gate_and_up_of_routed_experts_are_one_matrix(words, expected):
+    if not expected:
+        with pytest.raises(ConfigError, match="names no matrix"):
+            adapted(*words, **QWEN)
+        return
+    names = {f"layers.{n}.mixer.experts.{name}": 1 for n in (1, 3) for name in expected}
+    assert adapted(*words, **QWEN) == names
 
 
 def test_layers_are_numbered_as_in_the_names_that_a_pattern_fits():
