@@ -42,6 +42,10 @@ RULES: dict[str, Fill] = {
     "hnorm.bias": zeros,
     "lora.A": lora_input,
     "lora.B": zeros,
+    "fc1_lora.A": lora_input,
+    "fc1_lora.B": zeros,
+    "fc2_lora.A": lora_input,
+    "fc2_lora.B": zeros,
 }
 """Rule for each parameter outside of a mixer, by the last two components of its name."""
 
