@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_packed.checkpoint.manifest import Manifest
 from megatron_packed.checkpoint.run_metadata import ADAPTERS
 from megatron_packed.layers.lora import is_adapter
 from megatron_packed.models.convert.adapters.factors import Factors, merged
-from megatron_packed.models.convert.adapters.matrices import AdaptableWeight
+from megatron_packed.models.convert.adapters.matrices import factor_name
 from megatron_packed.models.convert.stored_weights import StoredWeights
 
 MODEL = "model/"
@@ -32,10 +32,8 @@ class MergedWeights:
 
     base: StoredWeights
     adapters: StoredWeights
-    weights: dict[str, AdaptableWeight]
-    """Weights that may have adapters, by name."""
-    rows: Callable[[AdaptableWeight], Tensor]
-    """Function that returns the adapter's number of each row of a weight; see `trained_rows`."""
+    rows: Mapping[str, Tensor]
+    """Number of the adapter of each row, by the name of the weight; see `trained_rows`."""
     scale: float
     """Factor of the updates."""
 
@@ -70,11 +68,13 @@ class MergedWeights:
         if name in self._whole:
             return self.adapters.read(name)
         value = self.base.read(name)
-        weight = self.weights.get(name.removeprefix(MODEL))
-        if weight is None or MODEL + weight.factor("A") not in self.adapters.manifest.tensors:
+        weight = name.removeprefix(MODEL)
+        if weight not in self.rows:
             return value
-        factors = Factors(*(self.adapters.read(MODEL + weight.factor(which)) for which in "AB"))
-        return merged(value, factors, self.scale, self.rows(weight))
+        stacked = Factors(
+            *(self.adapters.read(MODEL + factor_name(weight, which)) for which in "AB")
+        )
+        return merged(value, stacked, self.scale, self.rows[weight])
 
 
 def _without_adapters(config: dict[str, Any]) -> dict[str, Any]:
