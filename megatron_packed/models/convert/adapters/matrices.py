@@ -35,6 +35,8 @@ class Matrix(NamedTuple):
     """Path of the module, or of the parameter of experts."""
     part: Part
     """Its rows in the weight, or in the weight of one expert."""
+    file: str = ""
+    """Its name in the weights' files, without ``.weight``."""
 
     def rows(self) -> Tensor:
         """Return the number of each row's row in the weight, ``(rows,)`` int64."""
@@ -84,7 +86,11 @@ def adaptable_weights(config: ModelConfig, family: Family) -> list[AdaptableWeig
             shape = tuple(linears[name].weight.shape)
             parts = parts_of(f"{name}.weight", shape, family, config)
             matrices = tuple(
-                Matrix(loaded_path(part.name, family), Part(part.shape[0], part.moves))
+                Matrix(
+                    loaded_path(part.name, family),
+                    Part(part.shape[0], part.moves),
+                    part.name.removesuffix(".weight"),
+                )
                 for part in parts
             )
             if not matrices[0].path.startswith(MTP):
@@ -101,8 +107,10 @@ def _experts(
         weight, shape = f"{name}.{which}", tuple(parameter.shape)
         prefix = prefix_of(weight, family, config)
         if not prefix.startswith(MTP):
-            path = loaded_path(f"{prefix}{family.stacked[f'mixer.experts.{which}']}", family)
-            yield AdaptableWeight(weight, shape, (Matrix(path, *interleaved(1, [shape[1]])),))
+            file = f"{prefix}{family.stacked[f'mixer.experts.{which}']}"
+            (part,) = interleaved(1, [shape[1]])
+            matrix = Matrix(loaded_path(file, family), part, file)
+            yield AdaptableWeight(weight, shape, (matrix,))
 
 
 def trained_rows(config: ModelConfig) -> dict[str, Tensor]:
