@@ -28,6 +28,11 @@ from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import accumulate_weight_grad, main_grad_of
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is a factor of an adapter, by its name in the model."""
+    return name.rpartition(".")[0].endswith("lora")
+
+
 class LoraScale(NamedTuple):
     """Sizes that all adapters of a model share."""
 

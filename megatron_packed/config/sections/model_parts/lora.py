@@ -8,7 +8,7 @@ from megatron_packed.config.conditions import EXPERT_LAYERS, TRAINS, Condition
 from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.options import option
-from megatron_packed.config.section import Section, Sound
+from megatron_packed.config.section import Section, Sound, section_fields
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
@@ -157,3 +157,9 @@ def adapter_run_rules(run: RunConfig, sound: Sound) -> Problems:
             "to experts (--moe-latent-size)",
             "give 0, or another --expert-tensor-parallel-size",
         )
+
+
+def keys_of_adapters() -> tuple[str, ...]:
+    """Return the keys of the options that decide shapes and function of adapters."""
+    fields = section_fields(LoraOptions)
+    return tuple(f"model.{field.name}" for field in fields if field.option.resume)
