@@ -244,6 +244,7 @@ def linear_adapter(
         set_shard(lora.B, shard)
         build.tp.use_inside(lora.A)
     elif isinstance(linear, RowParallelLinear):
+        lora.columns = shard
         set_shard(lora.A, shard)
         build.tp.use_inside(lora.B)
     else:
