@@ -64,6 +64,7 @@ from megatron_packed.models.convert.export_huggingface import (
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
+from megatron_packed.resume.adapters import refusal_as_whole
 from megatron_packed.training.trained_model import stored_run
 
 
@@ -144,11 +145,11 @@ def checkpoint_to_export(checkpoint: Path, step: Step) -> tuple[Path, Mapping[st
     """Return the checkpoint that an export of ``checkpoint`` takes, and its metadata.
 
     Raises:
-        CheckpointError: there is none, or its metadata is damaged.
+        CheckpointError: there is none, its metadata is damaged, or it holds adapters alone.
     """
     found = newest_checkpoint(checkpoint, step)
     metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
+    problem = metadata_problem(metadata) or refusal_as_whole(metadata)
     if problem is not None:
         raise CheckpointError(problem, path=found)
     return found, metadata

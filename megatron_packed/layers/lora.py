@@ -28,6 +28,11 @@ from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import accumulate_weight_grad, main_grad_of
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is a factor of an adapter, by its name in the model."""
+    return name.rpartition(".")[0].endswith("lora")
+
+
 class LoraScale(NamedTuple):
     """Sizes that all adapters of a model share."""
 
@@ -117,7 +122,8 @@ class _AdaptedLinear(torch.autograd.Function):
         read_TI = x_TI if dropped_TI is None else dropped_TI
         low_TP = F.linear(read_TI, A_PI).mul_(lora.shared.scale)
         ctx.save_for_backward(read_TI, low_TP, weight_OI, A_PI, B_Or)
-        ctx.lora, ctx.drops = lora, dropped_TI is not None
+        ctx.lora = lora
+        ctx.drops = dropped_TI is not None
         ctx.main_grads = main_grad_of(A_PI), main_grad_of(B_Or)
         return F.linear(x_TI, weight_OI, bias_O).addmm_(low_TP, lora.spread(B_Or).t())
 

@@ -1,20 +1,24 @@
 """Adapters of a model: which matrices have one, and what each rank holds of it.
 
-A weight may hold the rows of several matrices of the Hugging Face model (`layers.lora`). Which rows
-they are follows from the family that can hold the model. A model that fits no family has a matrix for
+A weight may hold the rows of several matrices of the Hugging Face model (`layers.lora`). The family
+that can hold the model decides which rows they are. A model that fits no family has a matrix for
 each of q, k and v, for gate and up, and one for every other weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config import flag_names as flags
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import (
     Shard,
@@ -31,7 +35,14 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
-from megatron_packed.models.convert.weight_rows import parts_of
+from megatron_packed.models.convert.weight_rows import loaded_path, parts_of, prefix_of
+from megatron_packed.models.lora_targets import (
+    Weights,
+    adapted_matrices,
+    names_of,
+    projection_of,
+    whole_parameters,
+)
 
 
 class Matrix(NamedTuple):
@@ -60,22 +71,22 @@ def matrices_of(
     if family is not None and len(shape) > 2:
         return [Matrix(name, part) for part in interleaved(1, [rows])]
     if family is not None:
+        config = replace(config, vocab_size=config.vocab_size or shape[0])
         return [
             Matrix(tensor.name.removesuffix(".weight"), Part(tensor.shape[0], tensor.moves))
             for tensor in parts_of(name, shape, family, config)
         ]
     stem = name.removesuffix(".weight")
-    kind = stem.rpartition(".")[2]
-    if kind == "qkv":
+    record = projection_of(stem, config)
+    names = record.matrices if record is not None else ()
+    parts: tuple[Part, ...] = interleaved(1, [rows])
+    if stem.endswith(".qkv"):
         parts = (gated_qkv if config.attention_output_gate else qkv)(config)
-        return [Matrix(f"{stem}.{which}", part) for which, part in zip("qkv", parts, strict=True)]
-    if kind == "fc1" and config.swiglu:
-        halves = interleaved(1, [rows // 2] * 2)
-        return [
-            Matrix(f"{stem}.{which}", part)
-            for which, part in zip(("gate", "up"), halves, strict=True)
-        ]
-    return [Matrix(stem, part) for part in interleaved(1, [rows])]
+    elif stem.endswith(".fc1") and config.swiglu:
+        parts = interleaved(1, [rows // 2] * 2)
+    names = names[-len(parts) :] or (stem.rpartition(".")[2],)
+    place = stem.rpartition(".")[0]
+    return [Matrix(f"{place}.{which}", part) for which, part in zip(names, parts, strict=True)]
 
 
 def family_of(config: ModelConfig) -> Family | None:
@@ -119,46 +130,114 @@ def adapted_experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
 
 
 def add_adapters(model: nn.Module, build: Build) -> None:
-    """Add the adapters of ``--lora-target-modules`` to a model, and freeze everything else."""
+    """Add the adapters of ``--lora-target-modules`` to a model, and freeze everything else.
+
+    Weights of ``--lora-modules-to-save`` are not frozen. Depths of multi-token prediction that share
+    a weight share its adapter.
+
+    Raises:
+        ConfigError: a word or a pattern names nothing, or a weight has an adapter and is saved.
+    """
     config: ModelConfig = model.config  # type: ignore[assignment]
-    family = family_of(config)
     assert config.lora_rank is not None
     shared = LoraScale(config.lora_rank, config.lora_scale, config.lora_dropout)
-    model.requires_grad_(False)
+    weights: dict[str, nn.Parameter] = dict(model.named_parameters())
+    matrices, chosen = _chosen_matrices(config, model, weights, build.tp.size)
+    train_whole(config, weights, {name for name in chosen if any(chosen[name])})
+    # Depths may share a weight, and then its adapter.
+    adapters: dict[int, nn.Module] = {}
+
+    def adapter(name: str, weight: nn.Parameter, make: Callable[..., nn.Module]) -> Any:
+        if id(weight) not in adapters and any(chosen.get(name, ())):
+            adapters[id(weight)] = make(matrices[name], chosen[name], shared, build)
+        return adapters.get(id(weight))
+
     for name, linear in adapted_linears(model):
-        add_adapter(f"{name}.weight", linear, config, family, shared, build)
-    of_weight: dict[int, ExpertLora] = {}  # depths may share a weight, and then its adapters
+        linear.lora = adapter(f"{name}.weight", linear.weight, partial(linear_adapter, linear))
     for name, experts in adapted_experts(model):
         which = name.rpartition(".")[2]
         weight = getattr(experts, which)
-        if id(weight) not in of_weight:
-            matrices = matrices_of(name, whole_shape(weight, build.tp.size), config, family)
-            adapted = [True] * len(matrices)
-            of_weight[id(weight)] = expert_adapters(weight, matrices, adapted, shared, build)
-        setattr(experts, f"{which}_lora", of_weight[id(weight)])
+        setattr(experts, f"{which}_lora", adapter(name, weight, partial(expert_adapters, weight)))
 
 
-def add_adapter(
-    name: str,
-    linear: Linear,
-    config: ModelConfig,
-    family: Family | None,
-    shared: LoraScale,
-    build: Build,
+def _chosen_matrices(
+    config: ModelConfig, model: nn.Module, weights: Mapping[str, nn.Parameter], size: int
+) -> tuple[dict[str, list[Matrix]], dict[str, list[bool]]]:
+    """Return the matrices of each weight that may have adapters, and which of them have one."""
+    family = family_of(config)
+    adaptable = {f"{name}.weight" for name, _ in adapted_linears(model)}
+    adaptable |= {name for name, _ in adapted_experts(model)}
+    matrices: dict[str, list[Matrix]] = {}
+    named: Weights = {}
+    others: Weights = {}
+    for name, weight in weights.items():
+        if weight.dim() > 1:
+            shape = whole_shape(weight, size)
+            matrices[name] = matrices_of(name, shape, config, family)
+            theirs: list[tuple[str, ...]] = [(matrix.name,) for matrix in matrices[name]]
+            if family is not None:
+                theirs = [(own, loaded_path(own, family)) for (own,) in theirs]
+                if weight.dim() > 2:
+                    theirs = [expert_names(name, shape, config, family)]
+            names = names_of(name.removesuffix(".weight"), theirs, config)
+            (named if name in adaptable else others)[name] = names
+    return matrices, adapted_matrices(config, named, others)
+
+
+def expert_names(
+    name: str, shape: tuple[int, ...], config: ModelConfig, family: Family
+) -> tuple[str, ...]:
+    """Return the Hugging Face names of a weight of routed experts, in files and in models.
+
+    Names in files are without numbers of experts.
+
+    Example:
+        ``("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.gate_up_proj")``.
+    """
+    tensors = (part.name.removesuffix(".weight") for part in parts_of(name, shape, family, config))
+    names = dict.fromkeys(re.sub(r"(\.experts)\.\d+\.", r"\1.", each) for each in tensors)
+    inside = name.split(".", 2)[2]
+    if inside in family.stacked:
+        names[f"{prefix_of(name, family, config)}{family.stacked[inside]}"] = None
+    return tuple(names)
+
+
+def train_whole(
+    config: ModelConfig, parameters: Mapping[str, nn.Parameter], adapted: set[str]
 ) -> None:
-    """Add an adapter to a projection, split over ranks as its weight is."""
+    """Freeze all parameters but those of ``--lora-modules-to-save``.
+
+    Args:
+        parameters: the parameters of the model by name, without adapters.
+        adapted: names of the weights that get adapters.
+    """
+    whole = whole_parameters(parameters, config.lora_modules_to_save)
+    if both := sorted(whole & adapted):
+        rule = f"trains {both[0]} whole, which also has an adapter"
+        cure = f"leave it out of {flags.LORA_TARGET_MODULES} or of this option"
+        saved = " ".join(config.lora_modules_to_save)
+        raise ConfigError([Problem(flags.LORA_MODULES_TO_SAVE, saved, rule, cure)])
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in whole)
+
+
+def linear_adapter(
+    linear: Linear, matrices: list[Matrix], adapted: list[bool], shared: LoraScale, build: Build
+) -> Lora:
+    """Return the adapter of a projection, split over ranks as its weight is.
+
+    Args:
+        matrices: matrices among the rows of the weight.
+        adapted: for each matrix, whether it has an adapter.
+    """
     size = build.tp.size
     shard = shard_of(linear.weight, size)
-    shape = tuple(shard.global_shape(linear.weight.shape))
-    matrices = matrices_of(name, shape, config, family)
-    adapted = [True] * len(matrices)
-    numbers_O = matrix_of_row(matrices, shape[0], adapted)
+    numbers_O = matrix_of_row(matrices, whole_shape(linear.weight, size)[0], adapted)
     if isinstance(linear, ColumnParallelLinear):
         numbers_O = shard.take(numbers_O)
     lora = Lora(numbers_O, sum(adapted), linear.weight.shape[1], shared, build)
-    linear.lora = lora
     if size == 1:
-        return
+        return lora
     # A weight that is split has one factor that is split in the same way. The other factor is on all
     # ranks, each of which computes a term of its gradient.
     if isinstance(linear, ColumnParallelLinear):
@@ -170,6 +249,7 @@ def add_adapter(
     else:
         for factor in (lora.A, lora.B):
             _replicate(factor, size, own_gradients=shard.own_gradients)
+    return lora
 
 
 def expert_adapters(

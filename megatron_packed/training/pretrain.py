@@ -307,7 +307,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         show=not console.silent,
         callbacks=launch.callbacks,
     )
-    if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+    if any(config.checkpoint.starts) or config.model.has_adapters:
         from megatron_packed.resume.restore import restore
 
         restore(config, state, console.say, console.warn)

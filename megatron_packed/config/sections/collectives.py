@@ -49,6 +49,10 @@ SEQUENCE_PARALLEL_LINEAR = (
         "layers of TransformerEngine run their collectives themselves",
         lambda run, processes: run.training.transformer_impl != TRANSFORMER_ENGINE,
     ),
+    Condition(
+        "projections with adapters run their collectives apart from their products",
+        lambda run, processes: not run.model.adapts_all_projections,
+    ),
 )
 OVERLAPS = (*SEQUENCE_PARALLEL_LINEAR, option_given("parallel.tp_comm_overlap"))
 SOME_PART = Condition(

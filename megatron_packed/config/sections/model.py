@@ -150,6 +150,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
             yield from pattern_problems(self.hybrid_layer_pattern)
             if sound("mtp_num_layers"):
                 yield from self._depth_rules(self.mtp_depths)
+        yield from self.adapter_rules(self, sound)
         for kind in KINDS.values():
             if pattern_sound and kind not in self.kinds:
                 yield from self._refused(kind)

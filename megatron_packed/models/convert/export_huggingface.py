@@ -48,6 +48,7 @@ from megatron_packed.models.convert.huggingface_files import (
     write_files,
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,
@@ -56,7 +57,7 @@ from megatron_packed.models.convert.trained_config import (
     json_text,
     zero_parameters,
 )
-from megatron_packed.models.convert.weight_rows import Weight, weights_of
+from megatron_packed.models.convert.weight_rows import Weight
 
 TOKENIZER_FILES = (
     TOKENIZER,

@@ -26,8 +26,9 @@ from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
+from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE, check_tensors, some
-from megatron_packed.models.convert.weight_rows import Shape, Weight, weights_of
+from megatron_packed.models.convert.weight_rows import Shape, Weight
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20

@@ -178,6 +178,25 @@ CASES = {
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
         "--transformer-impl transformer_engine --bf16"
     ): {"layers of TransformerEngine run their collectives themselves": "tp_comm_overlap"},
+    (
+        "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --lora-rank 4 "
+        "--lora-keep-balancing"
+    ): {
+        "projections with adapters run their collectives apart": "tp_comm_overlap",
+        "the pattern has no E layer": "lora_keep_balancing",
+    },
+    "--lora-alpha 16 --lora-rslora --lora-target-modules attention": {
+        "--lora-rank is not given": "lora_alpha lora_rslora lora_target_modules"
+    },
+    (
+        f"{MOE} ~--num-attention-heads --lora-rank 4 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.01 --moe-z-loss-coeff 0.1"
+    ): {
+        "adapters train without it": "moe_aux_loss_coeff moe_router_bias_update_rate moe_z_loss_coeff"
+    },
+    f"{MOE} ~--num-attention-heads --lora-rank 4 --moe-aux-loss-coeff 0.01 --lora-keep-balancing": {},
+    "--lora-rank 4 --lora-dropout 0.1 --lora-modules-to-save embedding.*": {},
     "--keep-pieces-without-targets": {"--sft is not given": "keep_pieces_without_targets"},
     "--sft --keep-pieces-without-targets": {},
     "--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900": {
