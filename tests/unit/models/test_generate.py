@@ -24,7 +24,7 @@ MODELS = {
     "bias": ("*-", {"add_bias_linear": True, "position_embedding_type": "rope"}),
     "one key head": ("*M", {"num_query_groups": 1, "mamba_num_groups": 1}),
     "depths": ("ME*/*E/*E", {"mtp_use_repeated_layer": True}),
-    "adapters": ("M*-G", {"lora_rank": 2, "lora_dropout": 0.5}),
+    "adapters": ("M*-GE", {"lora_rank": 2, "lora_dropout": 0.5}),
 }
 
 

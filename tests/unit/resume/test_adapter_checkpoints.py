@@ -28,7 +28,7 @@ MODEL += " --mamba-head-dim 8 --mamba-num-groups 1 --mamba-state-dim 8 --linear-
 MODEL += " --linear-num-value-heads 2 --linear-key-head-dim 8 --linear-value-head-dim 8 --swiglu"
 MODEL += " --no-isolation-self-test --seq-length 64 --vocab-size 300 --mock-data --lr 1e-2"
 MODEL += " --tokenizer-type ByteTokenizer --device cpu --global-batch-size 2 --bf16"
-LORA = ["--lora-rank", "2"]
+LORA = ["--lora-rank", "2", "--lora-modules-to-save", "final_norm.*"]
 
 
 def run(folder: Path, *flags: str, **options: Any) -> ExitCode:
@@ -82,7 +82,8 @@ def same(one: Path, other: Path, *, kinds: tuple[str, ...] = ("",)) -> bool:
 def test_a_checkpoint_holds_what_is_trained(made: Path) -> None:
     manifest = read_manifest(newest_checkpoint(made / "lora"))
     model = {name for name in manifest.tensors if name.startswith("model/")}
-    assert len(model) == 2 * 8 and all(".lora." in name for name in model)
+    whole = {"model/final_norm.weight", "model/final_norm.bias"}
+    assert len(model) == 2 * 8 + 2 and {name for name in model if ".lora." not in name} == whole
     of = {name.partition("/")[2] for name in model}
     kinds = ("master", "exp_avg", "exp_avg_sq")
     optimizer = {f"optimizer/{kind}/{name}" for kind in kinds for name in of}
@@ -92,9 +93,7 @@ def test_a_checkpoint_holds_what_is_trained(made: Path) -> None:
     assert base["path"] == str(newest_checkpoint(made / "base")) and len(base["hash"]) == 32
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(
-    made: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_resumed_run_equals_a_run_without_a_stop(made: Path, tmp_path: Path, capsys: Any) -> None:
     """Weights, masters and moments are equal bit for bit after two steps, a stop and two steps."""
     root = tmp_path / "run"
     shutil.copytree(made / "lora" / "step_00000002", root / "step_00000002")
@@ -154,11 +153,26 @@ def test_adapters_begin_a_new_run(made: Path, tmp_path: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--lora-rank 4", "--lora-rank 4, was 2; give --lora-rank 2 to use them"),
-        ("--lora-rank 2 --lora-alpha 8", "--lora-alpha 8.0, was 32.0; leave out --lora-alpha to"),
-        ("--lora-rank 2 --lora-rslora", "--lora-rslora on, was off; leave out --lora-rslora to"),
-        ("--lora-rank 2 --lora-target-modules mamba", "mamba, was all-linear; give --lora-targ"),
-        ("", "--lora-rank not given, was 2; give --lora-rank 2 to use them, or merge them first"),
+        (
+            "--lora-rank 4 --lora-modules-to-save final_norm.*",
+            "--lora-rank 4, was 2; give --lora-rank 2 to use them",
+        ),
+        (
+            "--lora-rank 2 --lora-modules-to-save final_norm.* --lora-alpha 8",
+            "--lora-alpha 8.0, was 32.0; leave out --lora-alpha to",
+        ),
+        (
+            "--lora-rank 2 --lora-modules-to-save final_norm.* --lora-rslora",
+            "--lora-rslora on, was off; leave out --lora-rslora to",
+        ),
+        (
+            "--lora-rank 2 --lora-modules-to-save final_norm.* --lora-target-modules mamba",
+            "mamba, was all-linear; give --lora-targ",
+        ),
+        (
+            "",
+            "give --lora-rank 2 --lora-modules-to-save 'final_norm.*' to use them, or merge them",
+        ),
     ],
 )
 def test_other_options_are_refused_with_the_cure(
@@ -242,7 +256,7 @@ def test_exports_of_adapters_are_refused_by_name(made: Path, tmp_path: Path, cap
         assert main(["convert", kind, str(tmp_path / "new"), "--load", str(made / "lora")]) == 4
         said = capsys.readouterr().err
         assert f"holds adapters alone, whose base is {made / 'base'}" in said
-        assert "convert --merge" in said
+        assert "merge them with their base first" in said
 
 
 def test_a_flipped_bit_of_adapters_is_found(made: Path, tmp_path: Path) -> None:
