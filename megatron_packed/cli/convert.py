@@ -250,6 +250,8 @@ def _conversion(
 
 
 _NO_EFFECT = {
+    "merge": "bf16 hf_config hf_base hf_family keep_base_template tokenizer_model ignore_key "
+    "mtp_depths",
     "from_hf": "load hf_config hf_base hf_family keep_base_template tokenizer_model ckpt_step",
     "from_megatron": "load hf_config hf_base hf_family keep_base_template tokenizer_model "
     "ignore_key mtp_depths",
@@ -257,11 +259,9 @@ _NO_EFFECT = {
     "ignore_key mtp_depths",
     "to_peft": "save bf16 hf_family mtp_depths",
     "from_peft": "bf16 hf_family keep_base_template tokenizer_model mtp_depths",
-    "merge": "bf16 hf_config hf_base hf_family keep_base_template tokenizer_model ignore_key "
-    "mtp_depths",
     "to_hf": "save bf16 mtp_depths",
 }
-"""Options without an effect, by the option that names the conversion."""
+"""Options without an effect, by the option that names the conversion; the last one given counts."""
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
