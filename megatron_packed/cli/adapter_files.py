@@ -20,6 +20,7 @@ import torch
 from megatron_packed.checkpoint.directory import RUN_LOCK, RootLock
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import Step
+from megatron_packed.checkpoint.original_facts import GENERATION_CONFIG
 from megatron_packed.checkpoint.run_metadata import (
     ADAPTERS,
     ORIGINAL,
@@ -28,10 +29,17 @@ from megatron_packed.checkpoint.run_metadata import (
 )
 from megatron_packed.checkpoint.save import SavedCheckpoint, save_checkpoint
 from megatron_packed.checkpoint.tensor_shard import TensorShard
+from megatron_packed.cli.export_trained import (
+    kept_facts,
+    moved_tokenizer,
+    special_ids,
+    tokenizer_files,
+)
 from megatron_packed.cli.export_tuned import chat_files
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import model_hash, section_to_dict
+from megatron_packed.inputs.open_documents import build_tokenizer
 from megatron_packed.layers.lora import is_adapter
 from megatron_packed.models.convert.adapters.matrices import trained_rows
 from megatron_packed.models.convert.adapters.merged_weights import MODEL, MergedWeights
@@ -49,7 +57,12 @@ from megatron_packed.models.convert.huggingface_config import model_of, read_con
 from megatron_packed.models.convert.import_huggingface import CONFIG, check_empty
 from megatron_packed.models.convert.model_weights import model_on_meta
 from megatron_packed.models.convert.stored_weights import StoredWeights
-from megatron_packed.models.convert.trained_config import family_for
+from megatron_packed.models.convert.trained_config import (
+    TrainedOptions,
+    family_for,
+    generation_fields,
+    json_text,
+)
 from megatron_packed.resume.adapters import base_refusal, found_base, refusal_as_base
 from megatron_packed.training.trained_model import stored_run
 
@@ -104,9 +117,28 @@ def export_adapters(
         )
         files |= chat.replaced
         sentences, warning = chat.sentences, chat.warning
-        files.pop(CONFIG, None)  # the folder has the adapters of a model, and is none
+    elif "data" in source.manifest.metadata["config"]:
+        files, sentences = _trained_files(source, tokenizer)
+    files.pop(CONFIG, None)  # the folder has the adapters of a model, and is none
     write_adapters(directory, adapters, program=program, base_model=base_name, files=files)
     return Written((*_facts(adapters, program), *sentences), warning)
+
+
+def _trained_files(
+    source: StoredWeights, tokenizer: str | None
+) -> tuple[dict[str, str | Path | None], tuple[str, ...]]:
+    """Return the files of the training's tokenizer, with the ends of its answers, and a sentence."""
+    run = stored_run(source.manifest.metadata["config"], source.path, None, "cpu")
+    data = run.data if tokenizer is None else moved_tokenizer(run.data, tokenizer)
+    with closing(build_tokenizer(data, run.model.vocab_size, build_missing=False)) as used:
+        files, missing = tokenizer_files(data, used)
+        ids = special_ids(run, used)
+        original = kept_facts(run, source.manifest.metadata, used)
+    options = TrainedOptions(
+        model=run.model, bf16=True, max_positions=None, ids=ids, original=original
+    )
+    generation = json_text(generation_fields(options))
+    return {**files, GENERATION_CONFIG: generation}, (missing,) if missing else ()
 
 
 def _is_there(path: Path) -> bool:

@@ -126,7 +126,7 @@ def export_trained(
         bf16=config.training.bf16,
         max_positions=_max_positions(config, metadata),
         ids=ids,
-        original=_original(config, metadata, used),
+        original=kept_facts(config, metadata, used),
     )
     made = trained_to_huggingface(
         source,
@@ -191,7 +191,7 @@ def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any
     )
 
 
-def _original(
+def kept_facts(
     config: RunConfig, metadata: Mapping[str, Any], used: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the facts of the original, without token numbers that no longer hold.

@@ -15,7 +15,7 @@ from megatron_packed.models.generate import generate
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
 from support.converted_model import assert_same, contents, convert, from_hf, imported
-from support.json_lines import write_lines
+from support.json_lines import read_json, write_lines
 
 FLAGS = """--seq-length 128 --global-batch-size 2 --train-iters 50 --lr 1e-2 --device cpu --sft
     --no-isolation-self-test --tokenizer-type ByteTokenizer --lora-rank 4 --lora-alpha 16"""
@@ -58,7 +58,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_tuned_adapters_answer_in_peft(family: str, tmp_path: Path) -> None:
+def test_tuned_adapters_answer_in_peft(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its answers, those of the checkpoint, and those of merged weights are the same."""
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
@@ -80,6 +82,9 @@ def test_tuned_adapters_answer_in_peft(family: str, tmp_path: Path) -> None:
     assert train([*words, *paths, "--pretrained-checkpoint", str(base)]) is ExitCode.DONE
 
     assert convert("--to-peft", folder, "--load", lora, "--hf-base", hf) == 0
+    assert (folder / "chat_template.jinja").is_file() and (folder / "tokenizer.json").is_file()
+    assert 256 in read_json(folder / "generation_config.json")["eos_token_id"]
+    assert not (folder / "config.json").exists()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
     assert convert("--merge", "--load", lora, "--to-hf", merged, "--hf-base", hf) == 0
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
@@ -100,6 +105,16 @@ def test_tuned_adapters_answer_in_peft(family: str, tmp_path: Path) -> None:
     assert convert("--from-peft", folder, "--load", base, "--save", back) == 0
     found, expected = imported(back / "step_00000000"), imported(lora / "step_00000050")
     assert_same(found, {name: expected[name] for name in found})
+    assert convert("--to-peft", tmp_path / "alone", "--load", lora) == 0
+    alone, beside = (
+        read_json(each / "generation_config.json") for each in (tmp_path / "alone", folder)
+    )
+    assert set(alone["eos_token_id"]) <= set(beside["eos_token_id"])
+    filled(model, random.Random(6)).save_pretrained(tmp_path / "hf2")
+    assert from_hf(tmp_path / "hf2", tmp_path / "base2") == 0
+    words = ["--merge", "--load", lora, "--save", tmp_path / "no"]
+    assert convert(*words, "--pretrained-checkpoint", tmp_path / "base2") == 4
+    assert "holds adapters of another base" in capsys.readouterr().err
     assert_same(contents(merged), contents(merged_again(tmp_path, back, hf)))
 
 

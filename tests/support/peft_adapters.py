@@ -61,7 +61,7 @@ class Base:
 
     def ours(self, adapters: dict[str, Tensor], targets: Collection[str]) -> HybridModel:
         """Return a model of ours with adapters of the matrices with these paths, in float64."""
-        return self._model(self.lora(targets), {**self.state, **adapters})
+        return model_of_state(self.lora(targets), {**self.state, **adapters})
 
     def merged(self, adapters: dict[str, Tensor], targets: Collection[str]) -> HybridModel:
         """Return a model of ours with the sums of weights and adapters."""
@@ -69,11 +69,11 @@ class Base:
         for name, rows in trained_rows(self.lora(targets)).items():
             stacked = Factors(*(adapters[factor_name(name, which)] for which in "AB"))
             state[name] = merged(state[name], stacked, ALPHA / RANK, rows)
-        return self._model(self.config, state)
+        return model_of_state(self.config, state)
 
     def plain(self) -> HybridModel:
         """Return a model of ours without adapters."""
-        return self._model(self.config, self.state)
+        return model_of_state(self.config, self.state)
 
     def lora(self, targets: Collection[str]) -> ModelConfig:
         """Return the options of a model with adapters of the matrices with these paths."""
@@ -82,17 +82,23 @@ class Base:
             self.config, lora_rank=RANK, lora_alpha=ALPHA, lora_target_modules=tuple(words)
         )
 
-    def _model(self, config: ModelConfig, state: dict[str, Tensor]) -> HybridModel:
-        vocab_size = self.config.vocab_size
-        assert vocab_size is not None
-        model = HybridModel(config, vocab_size=vocab_size, max_positions=256, dtype=torch.float64)
-        model.load_state_dict(state)
-        return model.eval()
+
+def model_of_state(config: ModelConfig, state: dict[str, Tensor]) -> HybridModel:
+    """Return a model of ours with these tensors, in float64."""
+    assert config.vocab_size is not None
+    vocab_size = config.vocab_size
+    model = HybridModel(config, vocab_size=vocab_size, max_positions=256, dtype=torch.float64)
+    model.load_state_dict(state)
+    return model.eval()
 
 
 def random_base(name: str, number: int, folder: Path) -> Base:
     """Return a random tiny model of a family, by its name in `huggingface_models.FAMILIES`."""
-    theirs = FAMILIES[name](random.Random(f"{name} {number}"), number)
+    return base_of(FAMILIES[name](random.Random(f"{name} {number}"), number), folder)
+
+
+def base_of(theirs: Any, folder: Path) -> Base:
+    """Return a model of transformers with its counterpart of ours."""
     theirs.save_pretrained(folder)
     theirs.set_experts_implementation("eager")  # the grouped product of torch has no float64
     family, config = model_of(read_config(folder / "config.json"), folder / "config.json")

@@ -38,7 +38,7 @@ from megatron_packed.models.convert.adapters.peft_tensors import (
 )
 from megatron_packed.models.convert.adapters.vllm_names import vllm_tensors
 from megatron_packed.models.convert.export_huggingface import new_directory, write_texts
-from megatron_packed.models.convert.families.family import MTP, TABLE, Family
+from megatron_packed.models.convert.families.family import MTP, OUTPUT, TABLE, Family
 from megatron_packed.models.convert.huggingface_files import ModelFiles, write_safetensors
 from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.trained_config import json_text
@@ -74,15 +74,21 @@ class Adapters(NamedTuple):
 
     @property
     def whole(self) -> dict[str, Tensor]:
-        """Tensors that are trained whole, by their names in a model of transformers."""
-        return {_loaded(name, self.family): value for name, value in self.whole_in_files.items()}
+        """Tensors that are trained whole, by their names in a model of transformers.
+
+        PEFT reads the table of a tied model under both of its names.
+        """
+        whole = {_loaded(name, self.family): value for name, value in self.whole_in_files.items()}
+        if self.tied_table is not None:
+            whole[self.family.outside[OUTPUT]] = self.tied_table
+        return whole
 
     @property
-    def trains_tied_table(self) -> bool:
-        """True if the table of a tied model is trained whole, for both of its uses."""
-        tied = not self.config.untie_embeddings_and_output_weights
-        table = self.family.outside[TABLE].rpartition("{model}")[2]
-        return tied and any(name.endswith(table) for name in self.whole_in_files)
+    def tied_table(self) -> Tensor | None:
+        """Table of a tied model, if it is trained whole."""
+        if self.config.untie_embeddings_and_output_weights:
+            return None
+        return self.whole_in_files.get(_table(self.family))
 
 
 def collected(config: ModelConfig, family: Family, stored: Mapping[str, Tensor]) -> Adapters:
@@ -116,6 +122,11 @@ def collected(config: ModelConfig, family: Family, stored: Mapping[str, Tensor])
 
 def _every_weight(config: ModelConfig, family: Family) -> dict[str, Weight]:
     return weights_of(family, replace(config, lora_rank=None), torch.float32)
+
+
+def _table(family: Family) -> str:
+    """Return the name of the embedding table in the weights' files."""
+    return family.outside[TABLE].replace("{model}", family.prefixes[0])
 
 
 def _loaded(name: str, family: Family) -> str:
@@ -183,7 +194,7 @@ def write_adapters(
         ),
         targets,
     )
-    fields["ensure_weight_tying"] = adapters.trains_tied_table
+    fields["ensure_weight_tying"] = adapters.tied_table is not None
     tensors |= {PREFIX + path: value for path, value in adapters.whole.items()}
     content = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     with new_directory(directory, flags.TO_PEFT) as temporary:
@@ -197,14 +208,15 @@ def _saved_modules(adapters: Adapters) -> list[str]:
     Raises:
         CheckpointError: a tensor is no weight of a module, or the module has others that are frozen.
     """
-    if not adapters.whole:
+    if not adapters.whole_in_files:
         return []
     every = _every_weight(adapters.config, adapters.family)
+    saved = {_loaded(name, adapters.family) for name in adapters.whole_in_files}
     paths = {_loaded(part.name, adapters.family) for w in every.values() for part in w.parts}
-    modules = list(dict.fromkeys(path.rpartition(".")[0] for path in adapters.whole))
+    modules = sorted({path.rpartition(".")[0] for path in saved})
     for module in modules:
         tensors = {path for path in paths if path.rpartition(".")[0] == module}
-        frozen = sorted(tensors - adapters.whole.keys())
+        frozen = sorted(tensors - saved)
         if frozen or not all(path.endswith((".weight", ".bias")) for path in tensors):
             problem = (
                 f"{frozen[0]} is frozen" if frozen else "it holds more than a weight and a bias"
@@ -270,6 +282,12 @@ def _joined_whole(
             part of a tensor of the model.
     """
     left, joined = set(tensors), {}
+    output = family.outside[OUTPUT]
+    if output in left and not model.untie_embeddings_and_output_weights:
+        table = tensors.get(_loaded(_table(family), family))
+        if table is None or not torch.equal(tensors[output], table):
+            raise CheckpointError(f"{output} differs from the table with which the base ties it")
+        left.remove(output)
     for name, weight in _every_weight(model, family).items():
         theirs = {_loaded(part.name, family): part for part in weight.parts}
         present = theirs.keys() & tensors.keys()

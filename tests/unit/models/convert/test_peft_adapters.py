@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 from megatron_packed.models.convert.adapters.matrices import trained_rows
 from megatron_packed.models.convert.adapters.peft_config import PeftConfig
+from megatron_packed.models.convert.adapters.peft_folder import (
+    collected,
+    read_adapters,
+    write_adapters,
+)
 from megatron_packed.models.convert.adapters.peft_tensors import from_peft, to_peft
-from support import hybrid_cases as cases
-from support.peft_adapters import (
+from megatron_packed.models.convert.model_weights import model_on_meta
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+from support import hybrid_cases as cases  # noqa: E402
+from support.huggingface_models import common, filled_model, rotary  # noqa: E402
+from support.peft_adapters import (  # noqa: E402
     ALPHA,
     RANK,
     Base,
+    base_of,
     difference,
     logits_of,
     losses_and_gradients,
+    model_of_state,
     random_base,
     tensors_of,
     with_adapters,
@@ -85,3 +96,27 @@ def test_training_equals_that_of_peft(family: str, number: int, tmp_path: Path) 
         for name, gradient in to_peft(gradients, base.weights, rows).items():
             wrong = (gradient - expected[name]).norm() / expected[name].norm()
             assert expected[name].any() and wrong < 1e-4, f"{name}: {float(wrong)}"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_saved_whole_load_there(tied: bool, tmp_path: Path) -> None:
+    """The table of a tied model counts for both of its uses."""
+    draw = random.Random(3)
+    sizes = {**common(draw), "tie_word_embeddings": tied, "num_hidden_layers": 1}
+    theirs = filled_model(draw, "Llama", **sizes, rope_parameters=rotary(draw, False))
+    base = base_of(theirs, tmp_path / "hf")
+    whole = ("embedding.*", "final_norm.*")
+    lora = replace(base.config, lora_rank=RANK, lora_alpha=ALPHA, lora_modules_to_save=whole)
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        name: torch.randn(parameter.shape, generator=generator) * 0.2
+        for name, parameter in model_on_meta(lora, torch.float32).named_parameters()
+        if parameter.requires_grad
+    }
+    write_adapters(tmp_path / "folder", collected(lora, base.family, stored))
+    there = peft.PeftModel.from_pretrained(theirs, tmp_path / "folder").double().eval()
+    ours = model_of_state(lora, {**base.state, **stored})
+    assert difference(there, ours) < 1e-6
+    back, tensors = read_adapters(tmp_path / "folder", base.config, base.family)
+    assert set(back.lora_modules_to_save) == {"embedding.weight", "final_norm.weight"}
+    assert tensors.keys() == stored.keys()
