@@ -25,7 +25,7 @@ INITS = ("kaiming", "xavier", "gaussian")
 """Values of ``--lora-init``."""
 
 
-class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
+class LoraOptions(Section, group="LoRA adapters", only_if=ADAPTERS):
     """Rank, scale and targets of adapters."""
 
     lora_rank: int | None = option(
@@ -35,7 +35,6 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         minimum=1,
         training_only=True,
         resume="trained parameters",
-        only_if=TRAINS,
     )
     lora_alpha: float = option(
         32.0,
@@ -56,6 +55,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         minimum=0,
         below=1,
         training_only=True,
+        only_if=TRAINS,
     )
     lora_init: str = option(
         "kaiming",
@@ -64,6 +64,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         "standard deviation 1 / rank (gaussian). B is zero.",
         choices=INITS,
         training_only=True,
+        only_if=TRAINS,
     )
     lora_target_modules: tuple[str, ...] = option(
         (ALL_LINEAR,),
@@ -87,7 +88,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         "Go on with the update of expert biases and with auxiliary losses, which are off with "
         "adapters: their routers are frozen.",
         training_only=True,
-        only_if=EXPERT_LAYERS,
+        only_if=(EXPERT_LAYERS, TRAINS),
     )
 
     @property
