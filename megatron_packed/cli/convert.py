@@ -23,9 +23,8 @@ The fourth command reads a checkpoint that Megatron wrote in any layout with --c
 torch_dist. If the optimizer was saved with --dist-ckpt-optim-fully-reshardable, --load continues
 the run. A checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its
 model. The fifth command writes weights for Megatron's pretrain_hybrid.py.
-The last three commands are for adapters of a run with --lora-rank: the folder that PEFT or vLLM
-loads, a checkpoint of adapters for --load-adapter from such a folder, and the sum of adapters and
-their base as a whole checkpoint or Hugging Face model.
+The last three commands are for adapters of a run with --lora-rank. They write the folder that PEFT
+or vLLM loads, read such a folder as a checkpoint for --load-adapter, and add adapters to their base.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from megatron_packed.checkpoint.load import Step
     from megatron_packed.models.convert.adapters.merged_weights import MergedWeights
     from megatron_packed.models.convert.import_huggingface import Imported, OnProgress
-    from megatron_packed.models.convert.stored_weights import Weights
+    from megatron_packed.models.convert.stored_weights import WeightSource
 
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
 FAMILY_NAMES = (
@@ -251,6 +250,8 @@ def _conversion(
 
 
 _NO_EFFECT = {
+    "merge": "bf16 hf_config hf_base hf_family keep_base_template tokenizer_model ignore_key "
+    "mtp_depths",
     "from_hf": "load hf_config hf_base hf_family keep_base_template tokenizer_model ckpt_step",
     "from_megatron": "load hf_config hf_base hf_family keep_base_template tokenizer_model "
     "ignore_key mtp_depths",
@@ -258,11 +259,9 @@ _NO_EFFECT = {
     "ignore_key mtp_depths",
     "to_peft": "save bf16 hf_family mtp_depths",
     "from_peft": "bf16 hf_family keep_base_template tokenizer_model mtp_depths",
-    "merge": "bf16 hf_config hf_base hf_family keep_base_template tokenizer_model ignore_key "
-    "mtp_depths",
     "to_hf": "save bf16 mtp_depths",
 }
-"""Options without an effect, by the option that names the conversion."""
+"""Options without an effect, by the option that names the conversion; the last one given counts."""
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -434,7 +433,7 @@ def _original(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
     return base, config if arguments.hf_config else base / "config.json"
 
 
-def _exported(arguments: argparse.Namespace) -> Path | Weights:
+def _exported(arguments: argparse.Namespace) -> Path | WeightSource:
     """Return the weights to export: those in --load, or with --merge their sum with the base."""
     return _merged(arguments) if arguments.merge else Path(arguments.load)
 

@@ -62,7 +62,7 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
-from megatron_packed.models.convert.stored_weights import StoredWeights, Weights
+from megatron_packed.models.convert.stored_weights import StoredWeights, WeightSource
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
 from megatron_packed.resume.adapters import refusal_as_whole
 from megatron_packed.training.trained_model import stored_run
@@ -85,7 +85,7 @@ class Exported(NamedTuple):
 
 
 def export_trained(
-    checkpoint: str | os.PathLike[str] | Weights,
+    checkpoint: str | os.PathLike[str] | WeightSource,
     directory: str | os.PathLike[str],
     *,
     step: Step = None,
@@ -143,8 +143,8 @@ def export_trained(
 
 
 def checkpoint_to_export(
-    checkpoint: str | os.PathLike[str] | Weights, step: Step = None
-) -> Weights:
+    checkpoint: str | os.PathLike[str] | WeightSource, step: Step = None
+) -> WeightSource:
     """Return the weights that an export of ``checkpoint`` takes.
 
     Args:

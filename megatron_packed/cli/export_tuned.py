@@ -55,7 +55,7 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.huggingface_config import MAX_CONFIG_BYTES, read_config
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
-from megatron_packed.models.convert.stored_weights import Weights
+from megatron_packed.models.convert.stored_weights import WeightSource
 from megatron_packed.models.convert.trained_config import json_text
 from megatron_packed.training.trained_model import stored_run
 
@@ -75,7 +75,7 @@ class Tuned(NamedTuple):
 
 
 def export_tuned(
-    checkpoint: Path | Weights,
+    checkpoint: Path | WeightSource,
     directory: Path,
     config: Path,
     *,

@@ -35,7 +35,7 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
-from megatron_packed.models.convert.weight_rows import loaded_path, parts_of, prefix_of
+from megatron_packed.models.convert.weight_rows import layer_prefix, loaded_path, parts_of
 from megatron_packed.models.lora_targets import (
     Weights,
     adapted_matrices,
@@ -204,7 +204,7 @@ def expert_names(
     names = dict.fromkeys(re.sub(r"(\.experts)\.\d+\.", r"\1.", each) for each in tensors)
     inside = name.split(".", 2)[2]
     if inside in family.stacked:
-        names[f"{prefix_of(name, family, config)}{family.stacked[inside]}"] = None
+        names[f"{layer_prefix(name, family, config)}{family.stacked[inside]}"] = None
     return tuple(names)
 
 

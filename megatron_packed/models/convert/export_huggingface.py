@@ -48,7 +48,7 @@ from megatron_packed.models.convert.huggingface_files import (
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
 from megatron_packed.models.convert.model_weights import weights_of
-from megatron_packed.models.convert.stored_weights import Weights, weights_in
+from megatron_packed.models.convert.stored_weights import WeightSource, weights_in
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,
@@ -96,7 +96,7 @@ class Converted(NamedTuple):
 
 
 def to_huggingface(
-    checkpoint: Path | Weights,
+    checkpoint: Path | WeightSource,
     directory: Path,
     config: Path,
     *,
@@ -175,7 +175,7 @@ def _patterns_aside(family: Family, model: ModelConfig, fields: Fields) -> Itera
 
 
 def trained_to_huggingface(
-    checkpoint: Path | Weights,
+    checkpoint: Path | WeightSource,
     directory: Path,
     trained: TrainedOptions,
     *,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import OnProgress
-from megatron_packed.models.convert.stored_weights import Weights
+from megatron_packed.models.convert.stored_weights import WeightSource
 from megatron_packed.models.convert.weight_rows import Shape, Weight
 
 
@@ -23,7 +23,7 @@ class ExportedTensors:
     stays in memory until a Hugging Face tensor of another one is requested.
     """
 
-    source: Weights
+    source: WeightSource
     weights: Mapping[str, Weight]
     on_progress: OnProgress
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

@@ -248,7 +248,7 @@ def write_files(
     total = 0
     for number, content in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        total += write_file(directory / name, content, value)
+        total += write_safetensors(directory / name, content, value)
         weight_map |= {tensor[0]: name for tensor in content}
     if len(files) > 1:
         text = json.dumps(
@@ -258,7 +258,7 @@ def write_files(
         (directory / INDEX).write_text(text + "\n")
 
 
-def write_file(
+def write_safetensors(
     path: Path, content: Sequence[tuple[str, torch.dtype, Shape]], value: Callable[[str], Tensor]
 ) -> int:
     """Write one file; return the bytes of its tensors."""

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, read one tensor at a time."""
+"""WeightSource of a checkpoint, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_packed.checkpoint.manifest import Manifest, read_manifest
 from megatron_packed.checkpoint.read_tensors import read_tensor
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Source of the tensors of an export."""
 
     @property
@@ -44,6 +44,6 @@ class StoredWeights(NamedTuple):
         return read_tensor(self.path, name, self.manifest)
 
 
-def weights_in(checkpoint: Path | Weights) -> Weights:
+def weights_in(checkpoint: Path | WeightSource) -> WeightSource:
     """Return the weights themselves, or those of the newest checkpoint in a directory."""
     return StoredWeights.newest(checkpoint) if isinstance(checkpoint, Path) else checkpoint

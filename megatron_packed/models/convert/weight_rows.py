@@ -106,7 +106,7 @@ def parts_of(
     return _parts(name, shape, entry, config, where.replace("{model}", prefix), files)
 
 
-def prefix_of(name: str, family: Family, config: ModelConfig) -> str:
+def layer_prefix(name: str, family: Family, config: ModelConfig) -> str:
     """Return the prefix that the first names of a family have for a tensor of a layer."""
     return _entry(name, family, config)[0].replace("{model}", family.prefixes[0])
 

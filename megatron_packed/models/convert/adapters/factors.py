@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.models.convert.adapters.matrices import AdaptableWeight, Matrix
+from megatron_packed.models.convert.adapters.matrices import AdaptableWeight, PeftMatrix
 
 
 class Factors(NamedTuple):
@@ -75,7 +75,7 @@ def join_factors(
     return Factors(A, B)
 
 
-def _number(matrix: Matrix, number_O: Tensor) -> int:
+def _number(matrix: PeftMatrix, number_O: Tensor) -> int:
     first, last = map(int, torch.aminmax(number_O[matrix.rows()]))
     if first != last:
         raise CheckpointError(

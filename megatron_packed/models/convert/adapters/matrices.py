@@ -24,12 +24,12 @@ from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.models.convert.families.family import MTP, Family
 from megatron_packed.models.convert.model_weights import model_on_meta, weights_of
 from megatron_packed.models.convert.row_maps import Part, interleaved
-from megatron_packed.models.convert.weight_rows import Shape, loaded_path, parts_of, prefix_of
+from megatron_packed.models.convert.weight_rows import Shape, layer_prefix, loaded_path, parts_of
 from megatron_packed.models.lora import adapted_linears, chosen_matrices, matrix_of_row
 
 
-class Matrix(NamedTuple):
-    """Matrix of transformers' model, or a parameter with one matrix for each expert."""
+class PeftMatrix(NamedTuple):
+    """PeftMatrix of transformers' model, or a parameter with one matrix for each expert."""
 
     path: str
     """Path of the module, or of the parameter of experts."""
@@ -54,7 +54,7 @@ class AdaptableWeight(NamedTuple):
 
     name: str
     shape: Shape
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[PeftMatrix, ...]
 
     @property
     def stacked(self) -> bool:
@@ -86,7 +86,7 @@ def adaptable_weights(config: ModelConfig, family: Family) -> list[AdaptableWeig
             shape = tuple(linears[name].weight.shape)
             parts = parts_of(f"{name}.weight", shape, family, config)
             matrices = tuple(
-                Matrix(
+                PeftMatrix(
                     loaded_path(part.name, family),
                     Part(part.shape[0], part.moves),
                     part.name.removesuffix(".weight"),
@@ -105,11 +105,11 @@ def _experts(
 ) -> Iterable[AdaptableWeight]:
     for which, parameter in (("fc1", module.fc1), ("fc2", module.fc2)):
         weight, shape = f"{name}.{which}", tuple(parameter.shape)
-        prefix = prefix_of(weight, family, config)
+        prefix = layer_prefix(weight, family, config)
         if not prefix.startswith(MTP):
             file = f"{prefix}{family.stacked[f'mixer.experts.{which}']}"
             (part,) = interleaved(1, [shape[1]])
-            matrix = Matrix(loaded_path(file, family), part, file)
+            matrix = PeftMatrix(loaded_path(file, family), part, file)
             yield AdaptableWeight(weight, shape, (matrix,))
 
 
@@ -151,7 +151,7 @@ def target_words(
             has[matrix.rows()] = matrix.path in paths
         adapted = []
         for trained in matrices[weight.name]:
-            part = has[Matrix(trained.name, trained.part).rows()]
+            part = has[PeftMatrix(trained.name, trained.part).rows()]
             if part.any() and not part.all():
                 others = ", ".join(matrix.path for matrix in weight.matrices)
                 raise CheckpointError(f"{others}: a training has one adapter for several of these")

@@ -1,6 +1,6 @@
 """adapter_config.json of PEFT, written and read as data.
 
-Sources: PEFT 0.21.2, ``tuners/lora/config.py`` and ``utils/other.py`` (``get_pattern_key``).
+Sources: PEFT 0.21.2, ``tuners.lora.config`` and ``utils.other.get_pattern_key``.
 """
 
 from __future__ import annotations

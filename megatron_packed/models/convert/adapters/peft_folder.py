@@ -39,7 +39,7 @@ from megatron_packed.models.convert.adapters.peft_tensors import (
 from megatron_packed.models.convert.adapters.vllm_names import vllm_tensors
 from megatron_packed.models.convert.export_huggingface import new_directory, write_texts
 from megatron_packed.models.convert.families.family import MTP, TABLE, Family
-from megatron_packed.models.convert.huggingface_files import ModelFiles, write_file
+from megatron_packed.models.convert.huggingface_files import ModelFiles, write_safetensors
 from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.trained_config import json_text
 from megatron_packed.models.convert.weight_rows import Weight, loaded_path
@@ -187,7 +187,7 @@ def write_adapters(
     tensors |= {PREFIX + path: value for path, value in adapters.whole.items()}
     content = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     with new_directory(directory, flags.TO_PEFT) as temporary:
-        write_file(temporary / ADAPTER_WEIGHTS, content, tensors.__getitem__)
+        write_safetensors(temporary / ADAPTER_WEIGHTS, content, tensors.__getitem__)
         write_texts(temporary, {**files, ADAPTER_CONFIG: json_text(fields)})
 
 

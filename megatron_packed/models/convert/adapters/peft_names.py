@@ -3,7 +3,7 @@
 The file has ``lora_A`` ``(r, I)`` and ``lora_B`` ``(O, r)`` of each module. Adapters of a parameter
 with E matrices have ``(E r, I)``, in which the number of the expert is slow, and ``(O, r E)``, in which
 it is fast. If two parameters of one module have adapters, then those of the first one are inside, so
-their names have ``.base_layer``. Source: PEFT 0.21.2, ``tuners/lora/layer.py`` (``ParamWrapper``).
+their names have ``.base_layer``. Source: PEFT 0.21.2, ``tuners.lora.layer.ParamWrapper``.
 """
 
 from __future__ import annotations

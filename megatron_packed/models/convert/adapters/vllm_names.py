@@ -1,7 +1,7 @@
 """Names and forms of adapters in vLLM, which maps them as it maps those of the weights' files.
 
-Sources: vLLM's ``lora/lora_model.py`` (``from_local_checkpoint``), ``lora/utils.py``
-(``parse_fine_tuned_lora_name``) and the classes of models (``hf_to_vllm_mapper``,
+Sources: the modules ``lora.lora_model`` (``from_local_checkpoint``) and ``lora.utils``
+(``parse_fine_tuned_lora_name``) of vLLM, and its classes of models (``hf_to_vllm_mapper``,
 ``get_expert_mapping``, ``is_3d_moe_weight``), read in 2026. No adapter was ever loaded in vLLM.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.adapters.factors import Factors
 from megatron_packed.models.convert.adapters.matrices import AdaptableWeight
@@ -80,7 +81,7 @@ def _by_expert(
     if len(parts) < experts:
         raise CheckpointError(
             f"vLLM has no adapters of the experts of {family.model_type}",
-            cure="merge the adapters, or leave --adapter-for vllm out",
+            cure=f"merge the adapters, or leave {flags.ADAPTER_FOR} out",
         )
     some = next(iter(split.values()))
     rank = some.B.shape[-1]
