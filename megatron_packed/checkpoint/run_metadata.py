@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.checkpoint import PHASE_NAME
 from megatron_packed.config.sections.packing import PackingConfig
@@ -79,8 +80,9 @@ class BaseWeights(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Where the weights come from, for messages."""
-        return f"the random weights of --seed {self.seed}" if self.path is None else self.path
+        """Origin of the weights, as messages name it."""
+        random = f"the random weights of {flags.SEED} {self.seed}"
+        return random if self.path is None else self.path
 
 
 class DataHashes(NamedTuple):

@@ -142,7 +142,7 @@ def add_adapters(model: nn.Module, build: Build) -> None:
     assert config.lora_rank is not None
     shared = LoraScale(config.lora_rank, config.lora_scale, config.lora_dropout)
     weights: dict[str, nn.Parameter] = dict(model.named_parameters())
-    matrices, chosen = _chosen_matrices(config, model, weights, build.tp.size)
+    matrices, chosen = chosen_matrices(config, model, weights, build.tp.size)
     train_whole(config, weights, {name for name in chosen if any(chosen[name])})
     # Depths may share a weight, and then its adapter.
     adapters: dict[int, nn.Module] = {}
@@ -160,7 +160,7 @@ def add_adapters(model: nn.Module, build: Build) -> None:
         setattr(experts, f"{which}_lora", adapter(name, weight, partial(expert_adapters, weight)))
 
 
-def _chosen_matrices(
+def chosen_matrices(
     config: ModelConfig, model: nn.Module, weights: Mapping[str, nn.Parameter], size: int
 ) -> tuple[dict[str, list[Matrix]], dict[str, list[bool]]]:
     """Return the matrices of each weight that may have adapters, and which of them have one."""
@@ -244,6 +244,7 @@ def linear_adapter(
         set_shard(lora.B, shard)
         build.tp.use_inside(lora.A)
     elif isinstance(linear, RowParallelLinear):
+        lora.columns = shard
         set_shard(lora.A, shard)
         build.tp.use_inside(lora.B)
     else:

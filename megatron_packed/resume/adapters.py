@@ -26,7 +26,7 @@ from megatron_packed.checkpoint.tensor_shard import TensorShard
 from megatron_packed.checkpoint.weights_hash import sums_of, weights_hash
 
 _CURE = "give --pretrained-checkpoint with the folder of its base"
-_MERGE = "megatron-packed convert --merge writes them and their base as one model"
+_MERGE = "merge them with their base first (megatron-packed convert --merge)"
 
 
 def stored_base(

@@ -16,8 +16,8 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 
 
-class Part(Enum):
-    """Part of a model's weights that a checkpoint holds."""
+class HeldPart(Enum):
+    """HeldPart of a model's weights that a checkpoint holds."""
 
     WHOLE = auto()
     """All weights."""
@@ -28,13 +28,13 @@ class Part(Enum):
 
     def has(self, name: str, *, trained: bool) -> bool:
         """Return whether a parameter is in this part."""
-        return self is Part.WHOLE or (
-            not is_adapter(name) if self is Part.BASE else is_adapter(name) or trained
+        return self is HeldPart.WHOLE or (
+            not is_adapter(name) if self is HeldPart.BASE else is_adapter(name) or trained
         )
 
 
 class Held(NamedTuple):
-    """Part of a run's state that this rank holds."""
+    """HeldPart of a run's state that this rank holds."""
 
     shard: TensorShard
     owned: bool
@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 def held_state(
-    model: HybridModel, optimizer: Optimizer | None = None, part: Part = Part.WHOLE
+    model: HybridModel, optimizer: Optimizer | None = None, part: HeldPart = HeldPart.WHOLE
 ) -> Iterator[Held]:
     """Yield this rank's shards of parameters, persistent buffers and optimizer state.
 

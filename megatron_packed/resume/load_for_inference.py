@@ -26,7 +26,7 @@ from megatron_packed.resume.adapters import (
 )
 from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 from megatron_packed.resume.compared_runs import AskedRun
-from megatron_packed.resume.held_state import Part, held_state
+from megatron_packed.resume.held_state import HeldPart, held_state
 
 
 def load_model(
@@ -59,7 +59,7 @@ def load_model(
         config = replace(config, training=replace(config.training, seed=stored.seed))
     model = build_model(config, vocabulary(tokenizer, config.model.vocab_size), device)
     if stored is None:
-        loaded = _read(folder, step, model, Part.WHOLE, _accept(config))
+        loaded = _read(folder, step, model, HeldPart.WHOLE, _accept(config))
     else:
         loaded = _load_adapters(folder, step, model, config, stored)
     on_loaded(loaded.path)
@@ -80,15 +80,15 @@ def _load_adapters(
         given, step_of_base = options.load, options.ckpt_step
     where, path = base_folder(folder, stored, given), None
     if where is not None:
-        path = _read(where, step_of_base, model, Part.BASE, refusal_as_base).path
-    shards = [held.shard for held in held_state(model, part=Part.BASE)]
+        path = _read(where, step_of_base, model, HeldPart.BASE, refusal_as_base).path
+    shards = [held.shard for held in held_state(model, part=HeldPart.BASE)]
     base = found_base(path, shards, seed=stored.seed)
     accepts = _accept(config)
 
     def refused(metadata: Metadata) -> str | None:
         return accepts(metadata) or base_refusal(metadata, base)
 
-    return _read(folder, step, model, Part.ADAPTERS, refused)
+    return _read(folder, step, model, HeldPart.ADAPTERS, refused)
 
 
 def _accept(config: RunConfig) -> Callable[[Metadata], str | None]:
@@ -99,7 +99,7 @@ def _read(
     folder: str,
     step: Step,
     model: HybridModel,
-    part: Part,
+    part: HeldPart,
     accept: Callable[[Metadata], str | None],
 ) -> LoadedCheckpoint:
     return load_checkpoint(

@@ -44,7 +44,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
 from megatron_packed.resume.compared_runs import AskedRun, Resumed
-from megatron_packed.resume.held_state import Held, Part, held_state
+from megatron_packed.resume.held_state import Held, HeldPart, held_state
 from megatron_packed.resume.loaded_optimizer_state import LoadedOptimizerState
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class RunState:
         self, options: CheckpointConfig, callbacks: Sequence[Held]
     ) -> list[TensorShard]:
         self.optimizer.buffers.wait_params()
-        part = Part.ADAPTERS if self.model.config.has_adapters else Part.WHOLE
+        part = HeldPart.ADAPTERS if self.model.config.has_adapters else HeldPart.WHOLE
         saved = held_state(self.model, self.optimizer if options.save_optim else None, part)
         shards = self._shared_out([*saved, *callbacks])
         if options.save_rng:
@@ -184,7 +184,7 @@ class RunState:
         """
         from megatron_packed.resume.adapters import found_base
 
-        shards = self._shared_out([*held_state(self.model, part=Part.BASE)])
+        shards = self._shared_out([*held_state(self.model, part=HeldPart.BASE)])
         seed = self.run.config.training.seed
         self.base = found_base(path, shards, seed=seed, ranks=self._ranks)
         return self.base
@@ -236,7 +236,7 @@ class RunState:
         """
         from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 
-        part = Part.WHOLE
+        part = HeldPart.WHOLE
         if self.model.config.has_adapters:
             part = self._part_in(options)
         # The load writes random states into these tensors. They are applied only after the whole
@@ -260,7 +260,7 @@ class RunState:
 
         unwanted = ("rng/", "callback/", *(() if loads_optimizer else ("optimizer/",)))
         loaded = self._read(options, wanted, unwanted, refused, more_wanted)
-        if part is Part.BASE:
+        if part is HeldPart.BASE:
             self.find_base(loaded.path)
         if state is None:
             # Masters still hold the start values, which the next step would copy over the weights.
@@ -301,11 +301,11 @@ class RunState:
                 on_read=lambda done, total: bar.update(done, total=total),
             )
 
-    def _part_in(self, options: CheckpointConfig) -> Part:
+    def _part_in(self, options: CheckpointConfig) -> HeldPart:
         """Return the part of the model that ``options.load`` holds, in a run with adapters.
 
-        If it holds adapters, load their base first: that of ``pretrained_checkpoint``, or the one that
-        the adapters name. A base that is loaded already stays.
+        If it holds adapters, load their base first: that of ``pretrained_checkpoint``, else the base
+        that the adapters name. A base that is loaded already stays.
         """
         from megatron_packed.resume.adapters import base_folder, refusal_as_base, stored_base
         from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
@@ -313,23 +313,23 @@ class RunState:
         assert options.load is not None
         stored = stored_base(options.load, options.ckpt_step, self._ranks)
         if stored is None:
-            return Part.BASE
+            return HeldPart.BASE
         if self.base is not None:
-            return Part.ADAPTERS
+            return HeldPart.ADAPTERS
         folder = base_folder(options.load, stored, options.pretrained_checkpoint, self._ranks)
         if folder is None:
             self.find_base()
-            return Part.ADAPTERS
+            return HeldPart.ADAPTERS
 
         def refused(metadata: Metadata) -> str | None:
             as_base = refusal_as_base(metadata)
             return as_base or refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
 
-        wanted = [held.shard for held in held_state(self.model, part=Part.BASE)]
+        wanted = [held.shard for held in held_state(self.model, part=HeldPart.BASE)]
         unwanted = ("rng/", "callback/", "optimizer/")
         whole = replace(options, load=folder, ckpt_step=None, pretrained_checkpoint=None)
         self.find_base(self._read(whole, wanted, unwanted, refused).path)
-        return Part.ADAPTERS
+        return HeldPart.ADAPTERS
 
     def of_adapters(self, options: CheckpointConfig) -> CheckpointConfig:
         """Return the options that load ``load_adapter`` beside the weights that are loaded already.
@@ -345,13 +345,13 @@ class RunState:
             raise no_adapters(folder)
         return replace(options, load=folder, ckpt_step=None, begin_phase=None, finetune=True)
 
-    def _other_part(self, part: Part, metadata: Metadata) -> str | None:
+    def _other_part(self, part: HeldPart, metadata: Metadata) -> str | None:
         """Return why a checkpoint does not hold this part of a model, or belongs to another base."""
         from megatron_packed.resume.adapters import base_refusal, refusal_as_base
 
-        if part is Part.WHOLE:
+        if part is HeldPart.WHOLE:
             return None
-        if part is Part.BASE:
+        if part is HeldPart.BASE:
             return refusal_as_base(metadata)
         assert self.base is not None
         return base_refusal(metadata, self.base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from megatron_packed.models.convert.adapters.factors import Factors, merged
 from megatron_packed.models.convert.adapters.matrices import (
     AdaptableWeight,
     adaptable_weights,
+    factor_name,
+    target_words,
     trained_rows,
 )
 from megatron_packed.models.convert.families.family import Family
@@ -56,35 +58,28 @@ class Base:
     def parameters(self) -> list[str]:
         return [weight.matrices[0].path for weight in self.weights if weight.stacked]
 
-    def ours(self, adapters: dict[str, Tensor], **options: Any) -> HybridModel:
-        """Return a model of ours with adapters, in float64."""
-        config = replace(self.config, lora_rank=RANK, lora_alpha=ALPHA, **options)
-        return self._model(config, {**self.state, **self.unused(adapters), **adapters})
+    def ours(self, adapters: dict[str, Tensor], targets: Collection[str]) -> HybridModel:
+        """Return a model of ours with adapters of the matrices with these paths, in float64."""
+        return self._model(self.lora(targets), {**self.state, **adapters})
 
-    def unused(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return adapters that change nothing, for the matrices that have none."""
-        found = {}
-        for weight in self.weights:
-            if weight.factor("A") not in adapters:
-                matrices = int(self.rows(weight).max()) + 1
-                *experts, outputs, inputs = weight.shape
-                found[weight.factor("A")] = torch.ones(*experts, matrices * RANK, inputs)
-                found[weight.factor("B")] = torch.zeros(*experts, outputs, RANK)
-        return found
-
-    def merged(self, adapters: dict[str, Tensor]) -> HybridModel:
+    def merged(self, adapters: dict[str, Tensor], targets: Collection[str]) -> HybridModel:
         """Return a model of ours with the sums of weights and adapters."""
         state = dict(self.state)
-        for weight in self.weights:
-            if weight.factor("A") in adapters:
-                factors = Factors(adapters[weight.factor("A")], adapters[weight.factor("B")])
-                state[weight.name] = merged(
-                    state[weight.name], factors, ALPHA / RANK, self.rows(weight)
-                )
+        for name, rows in trained_rows(self.lora(targets)).items():
+            stacked = Factors(*(adapters[factor_name(name, which)] for which in "AB"))
+            state[name] = merged(state[name], stacked, ALPHA / RANK, rows)
         return self._model(self.config, state)
 
-    def rows(self, weight: AdaptableWeight) -> Tensor:
-        return trained_rows(weight, replace(self.config, lora_rank=RANK))
+    def plain(self) -> HybridModel:
+        """Return a model of ours without adapters."""
+        return self._model(self.config, self.state)
+
+    def lora(self, targets: Collection[str]) -> ModelConfig:
+        """Return the options of a model with adapters of the matrices with these paths."""
+        words = target_words(self.config, self.weights, targets)
+        return replace(
+            self.config, lora_rank=RANK, lora_alpha=ALPHA, lora_target_modules=tuple(words)
+        )
 
     def _model(self, config: ModelConfig, state: dict[str, Tensor]) -> HybridModel:
         vocab_size = self.config.vocab_size
@@ -104,15 +99,14 @@ def random_base(name: str, number: int, folder: Path) -> Base:
     return Base(theirs.double(), family, config, state, adaptable_weights(config, family))
 
 
-def with_adapters(base: Base, **options: Any) -> Any:
-    """Return PEFT's model with random adapters of all targets that it admits."""
+def with_adapters(base: Base, targets: list[str]) -> Any:
+    """Return PEFT's model with random adapters of modules, and of all parameters of experts."""
     values = {
         "r": RANK,
         "lora_alpha": ALPHA,
-        "target_modules": base.modules(),
+        "target_modules": targets,
         "target_parameters": base.parameters() or None,
         "task_type": "CAUSAL_LM",
-        **options,
     }
     model = peft.get_peft_model(base.theirs, peft.LoraConfig(**values)).double().eval()
     generator = torch.Generator().manual_seed(1)

@@ -380,7 +380,7 @@ ALWAYS_EFFECTIVE = {
     "device transformer_impl require_fast_kernels",
     "cuda_graph": "cuda_graph_impl",
     "memory": "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
-    "checkpoint": "save load ckpt_step finetune begin_phase pretrained_checkpoint",
+    "checkpoint": "save load ckpt_step finetune begin_phase pretrained_checkpoint load_adapter",
     "logging": "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "
     "mlflow_experiment",
     "profiling": "record_memory_history",

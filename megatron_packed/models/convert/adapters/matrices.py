@@ -8,6 +8,7 @@ Letters: E experts, O output width, I input width.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,13 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.lora import ALL_LINEAR
 from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.models.convert.families.family import MTP, Family
 from megatron_packed.models.convert.model_weights import model_on_meta, weights_of
 from megatron_packed.models.convert.row_maps import Part, interleaved
 from megatron_packed.models.convert.weight_rows import Shape, loaded_path, parts_of, prefix_of
-from megatron_packed.models.lora import adapted_linears, family_of, matrices_of, matrix_of_row
+from megatron_packed.models.lora import adapted_linears, chosen_matrices, matrix_of_row
 
 
 class Matrix(NamedTuple):
@@ -31,6 +35,8 @@ class Matrix(NamedTuple):
     """Path of the module, or of the parameter of experts."""
     part: Part
     """Its rows in the weight, or in the weight of one expert."""
+    file: str = ""
+    """Its name in the weights' files, without ``.weight``."""
 
     def rows(self) -> Tensor:
         """Return the number of each row's row in the weight, ``(rows,)`` int64."""
@@ -57,7 +63,14 @@ class AdaptableWeight(NamedTuple):
 
     def factor(self, which: str) -> str:
         """Return the name of the parameter ``A`` or ``B`` of its adapter."""
-        return f"{self.name.removesuffix('.weight')}{'_' if self.stacked else '.'}lora.{which}"
+        return factor_name(self.name, which)
+
+
+def factor_name(weight: str, which: str) -> str:
+    """Return the name of the parameter ``A`` or ``B`` of the adapter of a weight."""
+    if weight.endswith(".weight"):
+        return f"{weight.removesuffix('.weight')}.lora.{which}"
+    return f"{weight}_lora.{which}"
 
 
 def adaptable_weights(config: ModelConfig, family: Family) -> list[AdaptableWeight]:
@@ -73,7 +86,11 @@ def adaptable_weights(config: ModelConfig, family: Family) -> list[AdaptableWeig
             shape = tuple(linears[name].weight.shape)
             parts = parts_of(f"{name}.weight", shape, family, config)
             matrices = tuple(
-                Matrix(loaded_path(part.name, family), Part(part.shape[0], part.moves))
+                Matrix(
+                    loaded_path(part.name, family),
+                    Part(part.shape[0], part.moves),
+                    part.name.removesuffix(".weight"),
+                )
                 for part in parts
             )
             if not matrices[0].path.startswith(MTP):
@@ -90,14 +107,68 @@ def _experts(
         weight, shape = f"{name}.{which}", tuple(parameter.shape)
         prefix = prefix_of(weight, family, config)
         if not prefix.startswith(MTP):
-            path = loaded_path(f"{prefix}{family.stacked[f'mixer.experts.{which}']}", family)
-            yield AdaptableWeight(weight, shape, (Matrix(path, *interleaved(1, [shape[1]])),))
+            file = f"{prefix}{family.stacked[f'mixer.experts.{which}']}"
+            (part,) = interleaved(1, [shape[1]])
+            matrix = Matrix(loaded_path(file, family), part, file)
+            yield AdaptableWeight(weight, shape, (matrix,))
 
 
-def trained_rows(weight: AdaptableWeight, config: ModelConfig) -> Tensor:
-    """Return ``(O,)`` int64: number of the adapter that a training gives each row; -1 for none."""
-    matrices = matrices_of(weight.name, weight.shape, config, family_of(config))
-    return matrix_of_row(matrices, weight.shape[-2], [True] * len(matrices))
+def trained_rows(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the number of the adapter of each row, by the name of the weight.
+
+    Weights without adapters are left out. Each value is ``(O,)`` int64, with -1 for rows without an
+    adapter.
+
+    Raises:
+        ConfigError: a word of ``--lora-target-modules`` names nothing.
+    """
+    model = model_on_meta(replace(config, lora_rank=None), torch.float32)
+    weights = dict(model.named_parameters())
+    matrices, chosen = chosen_matrices(config, model, weights, 1)
+    return {
+        name: matrix_of_row(matrices[name], weights[name].shape[-2], adapted)
+        for name, adapted in chosen.items()
+        if any(adapted)
+    }
+
+
+def target_words(
+    config: ModelConfig, weights: Iterable[AdaptableWeight], paths: Collection[str]
+) -> tuple[str, ...]:
+    """Return the words of ``--lora-target-modules`` that name exactly the matrices with ``paths``.
+
+    Raises:
+        CheckpointError: a training has one adapter for two matrices, of which one has none.
+    """
+    model = model_on_meta(replace(config, lora_rank=None), torch.float32)
+    parameters = dict(model.named_parameters())
+    matrices, _ = chosen_matrices(replace(config, lora_rank=1), model, parameters, 1)
+    wanted: dict[str, Tensor] = {}
+    names = []
+    for weight in weights:
+        has = torch.zeros(weight.shape[-2], dtype=torch.bool)
+        for matrix in weight.matrices:
+            has[matrix.rows()] = matrix.path in paths
+        adapted = []
+        for trained in matrices[weight.name]:
+            part = has[Matrix(trained.name, trained.part).rows()]
+            if part.any() and not part.all():
+                others = ", ".join(matrix.path for matrix in weight.matrices)
+                raise CheckpointError(f"{others}: a training has one adapter for several of these")
+            adapted.append(bool(part.all()))
+            if adapted[-1]:
+                names.append(trained.name)
+        if any(adapted):
+            wanted[weight.name] = matrix_of_row(matrices[weight.name], len(has), adapted)
+    short = sorted({name.rpartition(".")[2] for name in names})
+    for words in ((ALL_LINEAR,), tuple(short), tuple(names)):
+        with contextlib.suppress(ConfigError):  # a short name may name nothing
+            rows = trained_rows(replace(config, lora_rank=1, lora_target_modules=words))
+            if rows.keys() == wanted.keys() and all(
+                torch.equal(rows[name], wanted[name]) for name in rows
+            ):
+                return words
+    raise AssertionError(f"no words name the matrices {names}")
 
 
 def module_paths(config: ModelConfig, family: Family) -> set[str]:

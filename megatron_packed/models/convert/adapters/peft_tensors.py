@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,8 +25,8 @@ from megatron_packed.models.convert.adapters.peft_names import (
 )
 from megatron_packed.models.convert.weight_rows import Shape
 
-Rows = Callable[[AdaptableWeight], Tensor]
-"""Function that returns the number of the adapter of each row of a weight; see `trained_rows`."""
+Rows = Mapping[str, Tensor]
+"""Number of the adapter of each row, by the name of the weight; see `trained_rows`."""
 
 
 def to_peft(
@@ -42,9 +42,9 @@ def to_peft(
     """
     split: dict[str, Factors] = {}
     for weight in weights:
-        if weight.factor("A") in adapters:
+        if weight.name in rows:
             stacked = Factors(*(adapters[weight.factor(which)] for which in "AB"))
-            split |= split_factors(weight, stacked, rows(weight))
+            split |= split_factors(weight, stacked, rows[weight.name])
     return peft_tensors(weights, split)
 
 
@@ -69,7 +69,7 @@ def from_peft(
             if matrix.path in stem_of
         }
         if split:
-            joined = join_factors(weight, split, rows(weight))
+            joined = join_factors(weight, split, rows[weight.name])
             adapters |= {weight.factor(which): getattr(joined, which) for which in "AB"}
     return adapters
 
