@@ -1,8 +1,11 @@
 """Low-rank updates of experts in Triton's interpreter; test_triton_interpreter.py runs them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron_packed.memory.recompute_outputs import recomputed_output
 from megatron_packed.ops.grouped_mlp import grouped_mm
 from megatron_packed.ops.grouped_mlp.adapted_linear import adapted_linear
 from megatron_packed.ops.grouped_mlp.low_rank_update import add_low_rank_
@@ -50,6 +53,22 @@ def test_a_row_of_another_expert_changes_no_bit():
     after = add_low_rank_(y.clone(), low, factor, offsets)
     others = torch.arange(R) != 20
     assert torch.equal(before[others], after[others]) and after[20].isnan().all()
+
+
+def test_a_recomputed_activation_is_not_saved_and_changes_no_bit():
+    offsets = torch.tensor(ENDS["experts that share tiles"], dtype=torch.int32)
+    W, A, B = normal(E, 16, 24, seed=1), normal(E, 8, 24, seed=2), normal(E, 16, 8, seed=3)
+
+    def gradients(recomputes):
+        leaves = [normal(R, 24).requires_grad_(), A.clone().requires_grad_(), B.clone()]
+        hidden = torch.relu(leaves[0])
+        with recomputed_output(hidden, torch.relu, leaves[0]) if recomputes else nullcontext():
+            inputs = (hidden, W, leaves[1], leaves[2].requires_grad_(), 0.5, offsets)
+            y = adapted_linear(grouped_mm.PRODUCTS, "fc2", *inputs)
+        dx, *of_factors = torch.autograd.grad(y.square().sum(), leaves)
+        return [y, dx[: offsets[-1]], *of_factors]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
