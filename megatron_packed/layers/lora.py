@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.tensor_parallel_shards import Shard
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.linear import accumulate_weight_grad, main_grad_of
+from megatron_packed.layers.linear import accumulate_weight_grad, bias_grad, main_grad_of
 
 
 def is_adapter(name: str) -> bool:
@@ -66,6 +67,8 @@ class Lora(nn.Module):
         self.A = build.new_parameter(matrices * shared.rank, inputs)
         self.B = build.new_parameter(matrix_O.shape[0], shared.rank)
         self.dropout = nn.Dropout(shared.dropout)
+        self.columns: Shard | None = None
+        """Columns of the weight that this rank has; None if it has all."""
         self.spreads = matrices > 1 or bool((matrix_O < 0).any())
         index_O11 = matrix_O.clamp(min=0).view(-1, 1, 1).to(build.device)
         self.register_buffer("_matrix_O11", index_O11, persistent=False)
@@ -74,13 +77,23 @@ class Lora(nn.Module):
 
     def forward(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return ``x W^T + b`` with the update, ``(T, O)``."""
-        dropped_TI = self.dropout(x_TI) if self.dropout.p and self.training else None
+        dropped_TI = self._dropped(x_TI) if self.dropout.p and self.training else None
         return cast(
             Tensor,
             _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
                 x_TI, dropped_TI, weight_OI, bias_O, self.A, self.B, self
             ),
         )
+
+    def _dropped(self, x_TI: Tensor) -> Tensor:
+        """Return the input with dropout: in all layouts the mask that one rank would draw.
+
+        Tensor-parallel ranks draw the same numbers, so each draws those of all columns.
+        """
+        if self.columns is None:
+            return cast(Tensor, self.dropout(x_TI))
+        ones_TI = x_TI.new_ones(x_TI.shape[0], self.columns.length)
+        return x_TI * self.columns.take(self.dropout(ones_TI))
 
     def spread(self, B_Or: Tensor) -> Tensor:
         """Return B as ``(O, P r)``."""
@@ -124,7 +137,7 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.save_for_backward(read_TI, low_TP, weight_OI, A_PI, B_Or)
         ctx.lora = lora
         ctx.drops = dropped_TI is not None
-        ctx.main_grads = main_grad_of(A_PI), main_grad_of(B_Or)
+        ctx.main_grads = main_grad_of(A_PI), main_grad_of(B_Or), main_grad_of(bias_O)
         return F.linear(x_TI, weight_OI, bias_O).addmm_(low_TP, lora.spread(B_Or).t())
 
     @staticmethod
@@ -140,13 +153,14 @@ class _AdaptedLinear(torch.autograd.Function):
             dropped_grad_TI = low_grad_TP @ A_PI if needs_dropped else None
         elif grad_TI is not None:
             grad_TI.addmm_(low_grad_TP, A_PI)
-        of_A, of_B = ctx.main_grads
+        of_A, of_B, of_bias = ctx.main_grads
         A_grad = B_grad = None
         if ctx.needs_input_grad[4]:
             A_grad = _product_grad(of_A, low_grad_TP, read_TI)
         if ctx.needs_input_grad[5]:
             B_grad = _spread_grad(lora, of_B, grad_TO, low_TP)
-        return grad_TI, dropped_grad_TI, None, None, A_grad, B_grad, None
+        grad_O = bias_grad(of_bias, grad_TO) if ctx.needs_input_grad[3] else None
+        return grad_TI, dropped_grad_TI, None, grad_O, A_grad, B_grad, None
 
 
 def _product_grad(main_grad: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:

@@ -35,7 +35,7 @@ from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
-from megatron_packed.models.convert.weight_rows import parts_of
+from megatron_packed.models.convert.weight_rows import loaded_path, parts_of, prefix_of
 from megatron_packed.models.lora_targets import (
     Weights,
     adapted_matrices,
@@ -175,8 +175,10 @@ def chosen_matrices(
             shape = whole_shape(weight, size)
             matrices[name] = matrices_of(name, shape, config, family)
             theirs: list[tuple[str, ...]] = [(matrix.name,) for matrix in matrices[name]]
-            if family is not None and weight.dim() > 2:
-                theirs = [expert_names(name, shape, config, family)]
+            if family is not None:
+                theirs = [(own, loaded_path(own, family)) for (own,) in theirs]
+                if weight.dim() > 2:
+                    theirs = [expert_names(name, shape, config, family)]
             names = names_of(name.removesuffix(".weight"), theirs, config)
             (named if name in adaptable else others)[name] = names
     return matrices, adapted_matrices(config, named, others)
@@ -185,13 +187,19 @@ def chosen_matrices(
 def expert_names(
     name: str, shape: tuple[int, ...], config: ModelConfig, family: Family
 ) -> tuple[str, ...]:
-    """Return the Hugging Face names of a weight of routed experts, without numbers of experts.
+    """Return the Hugging Face names of a weight of routed experts, in files and in models.
+
+    Names in files are without numbers of experts.
 
     Example:
-        ``mlp.experts.0.gate_proj.weight`` becomes ``mlp.experts.gate_proj``.
+        ``("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.gate_up_proj")``.
     """
     tensors = (part.name.removesuffix(".weight") for part in parts_of(name, shape, family, config))
-    return tuple(dict.fromkeys(re.sub(r"(\.experts)\.\d+\.", r"\1.", each) for each in tensors))
+    names = dict.fromkeys(re.sub(r"(\.experts)\.\d+\.", r"\1.", each) for each in tensors)
+    inside = name.split(".", 2)[2]
+    if inside in family.stacked:
+        names[f"{prefix_of(name, family, config)}{family.stacked[inside]}"] = None
+    return tuple(names)
 
 
 def train_whole(
@@ -236,6 +244,7 @@ def linear_adapter(
         set_shard(lora.B, shard)
         build.tp.use_inside(lora.A)
     elif isinstance(linear, RowParallelLinear):
+        lora.columns = shard
         set_shard(lora.A, shard)
         build.tp.use_inside(lora.B)
     else:

@@ -70,8 +70,10 @@ def names_of(name: str, huggingface: Sequence[tuple[str, ...]], config: ModelCon
     place, part = megatron.rpartition(".")[0], "" if record is None else record.part
     names = []
     for number, theirs in enumerate(huggingface):
-        own = canonical[number : number + 1] if len(canonical) == len(huggingface) else ()
-        if 1 < len(canonical) == len(theirs):
+        own: tuple[str, ...] = ()
+        if len(canonical) == len(huggingface):
+            own = canonical[number : number + 1]
+        elif len(theirs) > 1 and name.endswith(".experts.fc1"):
             own = canonical
         of_megatron = (*filter(None, [megatron]), *(f"{place}.{each}" for each in own))
         names.append(Names((name,), of_megatron, theirs, part))

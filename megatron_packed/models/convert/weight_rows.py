@@ -111,6 +111,14 @@ def prefix_of(name: str, family: Family, config: ModelConfig) -> str:
     return _entry(name, family, config)[0].replace("{model}", family.prefixes[0])
 
 
+def loaded_path(name: str, family: Family) -> str:
+    """Return the path in a model of transformers of a tensor of its files."""
+    path = name.removesuffix(".weight")
+    for spelled, loaded in family.loaded.items():
+        path = f"{path}.".replace(spelled, loaded).removesuffix(".")
+    return path
+
+
 def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:
     """Return the prefix and the entry of the tables for one model tensor."""
     if name.startswith("mtp."):

@@ -143,8 +143,8 @@ def test_words_of_a_family_are_its_names(words, expected):
     ("words", "expected"),
     [
         (("up_proj", "down_proj"), {"fc1": 1, "fc2": 1}),
-        (("gate_up_proj",), {}),  # files have a tensor for each expert
-        (("mlp.experts.*",), {}),
+        (("gate_up_proj",), {"fc1": 1}),
+        (("mlp.experts.*",), {}),  # a pattern is for complete names
         (("*.mlp.experts.*", "linear_fc2"), {"fc1": 1, "fc2": 1}),
         (("linear_fc1_gate",), {"fc1": 1}),
     ],
@@ -262,3 +262,14 @@ def test_initial_values_of_an_adapter(init):
     assert lora.B.abs().max() == 0
     if init == "kaiming":
         assert lora.A.abs().max() <= 1 / 16
+
+
+def test_words_may_be_names_in_files_or_in_models_of_transformers():
+    """Names in files of Nemotron-H begin with ``backbone``, and those of its models with ``model``."""
+    changes = {
+        "hybrid_layer_pattern": "M*-",
+        **{name: value for name, value in LLAMA.items() if name.startswith(("moe", "mtp", "num"))},
+        "position_embedding_type": "none",
+    }
+    both = [adapted(f"{beginning}.layers.2.*", **changes) for beginning in ("backbone", "model")]
+    assert both[0] == both[1] == {"layers.2.mixer.fc1": 1, "layers.2.mixer.fc2": 1}

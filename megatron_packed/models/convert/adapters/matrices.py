@@ -24,7 +24,7 @@ from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.models.convert.families.family import MTP, Family
 from megatron_packed.models.convert.model_weights import model_on_meta, weights_of
 from megatron_packed.models.convert.row_maps import Part, interleaved
-from megatron_packed.models.convert.weight_rows import Shape, parts_of, prefix_of
+from megatron_packed.models.convert.weight_rows import Shape, loaded_path, parts_of, prefix_of
 from megatron_packed.models.lora import adapted_linears, chosen_matrices, matrix_of_row
 
 
@@ -169,14 +169,6 @@ def target_words(
             ):
                 return words
     raise AssertionError(f"no words name the matrices {names}")
-
-
-def loaded_path(name: str, family: Family) -> str:
-    """Return the path in a model of transformers of a tensor of its files."""
-    path = name.removesuffix(".weight")
-    for spelled, loaded in family.loaded.items():
-        path = f"{path}.".replace(spelled, loaded).removesuffix(".")
-    return path
 
 
 def module_paths(config: ModelConfig, family: Family) -> set[str]:
