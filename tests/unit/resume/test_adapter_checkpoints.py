@@ -201,8 +201,9 @@ def test_whole_weights_are_not_restarted_in_silence(made: Path, tmp_path: Path) 
     write_texts(data, (f"{n:02d} hello" for n in range(40)))
     words = ["--data-path" if word == "--mock-data" else word for word in MODEL.split()]
     words.insert(words.index("--data-path") + 1, str(data))
-    with pytest.raises(ConfigError, match="--lora-rank 2: trains adapters of existing weights"):
-        train([*words, *LORA], train_iters=1)
+    for start in ([], ["--save", str(tmp_path / "a"), "--load", str(tmp_path / "a")]):
+        with pytest.raises(ConfigError, match="--lora-rank 2: trains adapters of existing weights"):
+            train([*words, *LORA, *start], train_iters=1)
 
 
 def test_adapters_of_random_weights_are_found_by_the_seed(made: Path, tmp_path: Path) -> None:
