@@ -48,7 +48,7 @@ from megatron_packed.cli.command import (
     show_aside,
 )
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
+from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name, parse_hub_path
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ FAMILY_NAMES = (
 _ARGS_FILE = "model.args"
 _PROGRAMS = ("peft", "vllm")
 """Programs for which adapters are written."""
-_HUB = "hf://"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
@@ -485,8 +484,9 @@ def _to_peft(arguments: argparse.Namespace) -> None:
 def _base_name(arguments: argparse.Namespace, base: Path | None, config: Path | None) -> str | None:
     """Return the base in adapter_config.json: its name on the hub, or its folder."""
     given = arguments.hf_base or arguments.hf_config
-    if given and given.startswith(_HUB):
-        return str(given.removeprefix(_HUB))
+    hub = parse_hub_path(given) if given else None
+    if hub is not None:
+        return hub.name
     folder = base or (config and config.parent)
     return str(folder.absolute()) if folder else None
 
@@ -508,7 +508,7 @@ def _from_peft(arguments: argparse.Namespace) -> None:
     words = " ".join(map(shlex.quote, model.lora_target_modules))
     show(f"adapters of rank {model.lora_rank}, with --lora-target-modules {words}")
     base, adapters = shlex.quote(arguments.load), shlex.quote(str(root))
-    show(f"Answer prompts with: generate --load {base} --load-adapter {adapters}")
+    show(f"Answer prompts with: megatron-packed generate --load {base} --load-adapter {adapters}")
     show(f"Train on with: --pretrained-checkpoint {base} --load-adapter {adapters}")
 
 

@@ -146,7 +146,11 @@ def _adapters_refusal(run: AskedRun, stored: Resumed) -> str | None:
     changed, cure = run.changes(stored.options, _OF_ADAPTERS)
     if ADAPTERS not in stored.metadata or not changed:
         return None
-    merges = "" if run.config.model.has_adapters else ", or merge them with their base first (convert --merge)"
+    merges = (
+        ""
+        if run.config.model.has_adapters
+        else ", or merge them with their base first (convert --merge)"
+    )
     return f"holds adapters of other trained parameters: {changed}; {cure} to use them{merges}"
 
 

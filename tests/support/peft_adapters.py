@@ -13,6 +13,7 @@ from unittest import mock
 
 import peft
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packed.config.sections.model import ModelConfig
@@ -164,3 +165,35 @@ def difference(theirs: Any, ours: HybridModel) -> float:
             wrong += float((mine - expected).square().sum())
             size += float(expected.square().sum())
     return (wrong / size) ** 0.5
+
+
+def losses_and_gradients(
+    model: Any, ours: HybridModel, names: dict[str, str]
+) -> Iterator[tuple[float, float, dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield loss and gradients of PEFT's model and of ours, for steps of plain gradient descent.
+
+    Args:
+        names: name of PEFT's parameter for each tensor of its file.
+    """
+    documents = cases.make_documents(cases.AWKWARD)
+    batch = cases.make_pack(documents, tail=5, spare=3)
+    theirs = dict(model.named_parameters())
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    for _ in range(5):
+        loss = 0.0
+        with in_float64(model):
+            for tokens, mask in documents:
+                tokens, mask = torch.as_tensor(tokens), torch.as_tensor(mask)
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+                each = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+                loss = loss + (each * mask[1:]).sum()
+        found = ours(batch).loss_sum
+        loss.backward()
+        found.backward()
+        of_theirs = {name: theirs[parameter].grad for name, parameter in names.items()}
+        of_ours = {name: parameter.grad for name, parameter in mine.items()}
+        yield float(loss), float(found), of_theirs, of_ours
+        with torch.no_grad():
+            for parameter in (*(theirs[name] for name in names.values()), *mine.values()):
+                parameter -= 1e-4 * parameter.grad
+                parameter.grad = None

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 """Name in ``--lora-target-modules`` of all matrices of the layers but routers and gates of experts."""
 ADAPTERS = Condition("--lora-rank is not given", lambda run, processes: run.model.has_adapters)
+APART = "projections with adapters run their collectives apart from their products"
+"""Reason why ``--tp-comm-overlap`` has no effect."""
+LOW_LEARNING_RATE = 5e-5
+"""Learning rate below which a run with adapters prints advice."""
 INITS = ("kaiming", "xavier", "gaussian")
 """Values of ``--lora-init``."""
 

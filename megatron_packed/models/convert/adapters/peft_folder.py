@@ -19,7 +19,6 @@ from megatron_packed.models.convert.adapters.factors import Factors, split_facto
 from megatron_packed.models.convert.adapters.matrices import (
     AdaptableWeight,
     adaptable_weights,
-    loaded_path,
     module_paths,
     shortened,
     target_words,
@@ -43,7 +42,7 @@ from megatron_packed.models.convert.families.family import MTP, TABLE, Family
 from megatron_packed.models.convert.huggingface_files import ModelFiles, write_file
 from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.trained_config import json_text
-from megatron_packed.models.convert.weight_rows import Weight
+from megatron_packed.models.convert.weight_rows import Weight, loaded_path
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT, VLLM = "peft", "vllm"

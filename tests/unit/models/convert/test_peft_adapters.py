@@ -20,6 +20,7 @@ from support.peft_adapters import (
     Base,
     difference,
     logits_of,
+    losses_and_gradients,
     random_base,
     tensors_of,
     with_adapters,
@@ -67,3 +68,20 @@ def test_adapters_of_peft_have_its_logits(
     back = to_peft(adapters, base.weights, rows)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in back)
+
+
+@pytest.mark.parametrize(("family", "number"), CASES)
+def test_training_equals_that_of_peft(family: str, number: int, tmp_path: Path) -> None:
+    """Five steps have its losses, and its gradients of every adapter."""
+    base = random_base(family, number, tmp_path)
+    targets = base.modules() + base.parameters()
+    theirs = with_adapters(base, base.modules())
+    tensors = tensors_of(theirs)
+    rows = trained_rows(base.lora(targets))
+    ours = base.ours(from_peft(tensors, config_of(base), base.weights, rows), targets)
+    names = {name: name.replace(".weight", ".default.weight") for name in tensors}
+    for loss, found, expected, gradients in losses_and_gradients(theirs, ours, names):
+        assert abs(found - loss) < 1e-5 * loss
+        for name, gradient in to_peft(gradients, base.weights, rows).items():
+            wrong = (gradient - expected[name]).norm() / expected[name].norm()
+            assert expected[name].any() and wrong < 1e-4, f"{name}: {float(wrong)}"
