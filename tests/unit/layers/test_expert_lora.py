@@ -272,9 +272,11 @@ def test_recomputed_activations_of_adapted_experts_save_memory(package, adapters
 # -- layers ----------------------------------------------------------------------------------------
 
 PACKED = PackedSeqParams.from_lengths([7, 5], 15)
+MOST = 7
+"""Most rows of an expert. 15 slots have 2 of 5 experts each, so a factor of 1 is a capacity of 6."""
 CHOICES = {
-    "capacity full": {"moe_expert_capacity_factor": 2.0},
-    "capacity exceeded": {"moe_expert_capacity_factor": 0.5},
+    "capacity full": {"moe_expert_capacity_factor": MOST / 6},
+    "capacity exceeded": {"moe_expert_capacity_factor": (MOST - 1) / 6},
     "latent": {"moe_latent_size": 20},
     "shared expert": {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     "swiglu": {"squared_relu": False, "swiglu": True},
@@ -293,8 +295,9 @@ def test_a_layer_is_that_with_merged_experts(changes):
     layer = moe(changes)
     x = normal(15, 32, seed=3).double().requires_grad_()
     output = layer(x, PACKED)
-    dropped = int(output.dropped)
-    assert (dropped > 0) == (changes.get("moe_expert_capacity_factor") == 0.5)
+    assert output.tokens_per_expert_E.max() == MOST
+    dropped = changes.get("moe_expert_capacity_factor") == (MOST - 1) / 6
+    assert bool(output.dropped) == dropped
     dy = normal(15, 32, seed=4).double()
     output.hidden_TD.backward(dy)
     factors = {name: p for name, p in layer.experts.named_parameters() if p.requires_grad}
