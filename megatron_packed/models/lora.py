@@ -44,6 +44,9 @@ from megatron_packed.models.lora_targets import (
     whole_parameters,
 )
 
+TABLES = {"embedding": "embed_tokens", "output": "lm_head"}
+"""Usual Hugging Face names of the tables, for messages."""
+
 
 class Matrix(NamedTuple):
     """Matrix of the Hugging Face model among the rows of a weight."""
@@ -84,9 +87,12 @@ def matrices_of(
         parts = (gated_qkv if config.attention_output_gate else qkv)(config)
     elif stem.endswith(".fc1") and config.swiglu:
         parts = interleaved(1, [rows // 2] * 2)
-    names = names[-len(parts) :] or (stem.rpartition(".")[2],)
-    place = stem.rpartition(".")[0]
-    return [Matrix(f"{place}.{which}", part) for which, part in zip(names, parts, strict=True)]
+    place, _, last = stem.rpartition(".")
+    names = names[-len(parts) :] or (TABLES.get(stem, last),)
+    return [
+        Matrix(f"{place}.{which}".removeprefix("."), part)
+        for which, part in zip(names, parts, strict=True)
+    ]
 
 
 def family_of(config: ModelConfig) -> Family | None:

@@ -83,13 +83,23 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
         _check_base(config, state, say, resumes=loaded is not None and not options.finetune)
 
 
-def _check_base(config: RunConfig, state: RunState, say: Say, *, resumes: bool) -> None:
-    """Refuse adapters of random weights, and new ones in the folder of their base; name the base."""
-    base, options = state.base or state.find_base(), config.checkpoint
-    if base.path is None and not config.data.mock_data:
+def refuse_random_base(config: RunConfig) -> None:
+    """Refuse adapters of random weights, except in a run with ``--mock-data``.
+
+    Raises:
+        ConfigError: the run would train such adapters.
+    """
+    if config.model.has_adapters and not config.data.mock_data:
         rule = "trains adapters of existing weights, and no weights are loaded"
         cure = "give --pretrained-checkpoint with the folder of the weights"
         raise ConfigError([Problem("--lora-rank", str(config.model.lora_rank), rule, cure)])
+
+
+def _check_base(config: RunConfig, state: RunState, say: Say, *, resumes: bool) -> None:
+    """Refuse adapters of random weights, and new ones in the folder of their base; name the base."""
+    base, options = state.base or state.find_base(), config.checkpoint
+    if base.path is None:
+        refuse_random_base(config)
     if options.saves_where_it_loads and not resumes and base.path is not None:
         saves = Path(str(options.save)).resolve()
         if saves in (Path(base.path).resolve(), *Path(base.path).resolve().parents[:1]):

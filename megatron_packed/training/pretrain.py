@@ -201,6 +201,10 @@ def _check_and_train(launch: Launch) -> ExitCode:
 
         check_same_flags(config, groups)
     check_kernels(config, groups.device)
+    if not any(config.checkpoint.starts):
+        from megatron_packed.resume.restore import refuse_random_base
+
+        refuse_random_base(config)
     launch.outputs.claim(config, groups)
     exit_code = _train(launch)
     barrier(groups)  # if another rank fails now, this rank ends here, too

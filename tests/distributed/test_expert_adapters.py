@@ -36,8 +36,14 @@ def train(
 ) -> tuple[list[tuple[float, ...]], list[Shards]]:
     """Return loss and norm of the gradients of each step, and the state after each step."""
     config = config_of(way, **MODEL, **changes)
-    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip_grad=0.01))
-    job = build_job(config, groups, VOCAB)
+    overlap = way.distributed_optimizer
+    changed = {
+        "optim": dataclasses.replace(config.optim, clip_grad=0.01),
+        "parallel": dataclasses.replace(
+            config.parallel, overlap_grad_reduce=overlap, ddp_bucket_size=3000
+        ),
+    }
+    job = build_job(dataclasses.replace(config, **changed), groups, VOCAB)
     experts = [name for name in job.buffers.parameters if "experts" in name]
     assert len(experts) == 8 and not any(name.endswith(("fc1", "fc2")) for name in experts)
     reported, states = [], []

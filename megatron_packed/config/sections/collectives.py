@@ -7,6 +7,7 @@ from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
+from megatron_packed.config.sections.model_parts.lora import APART
 
 AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
 
@@ -50,7 +51,7 @@ SEQUENCE_PARALLEL_LINEAR = (
         lambda run, processes: run.training.transformer_impl != TRANSFORMER_ENGINE,
     ),
     Condition(
-        "projections with adapters run their collectives apart from their products",
+        APART,
         lambda run, processes: not run.model.adapts_all_projections,
     ),
 )

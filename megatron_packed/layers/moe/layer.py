@@ -50,7 +50,7 @@ from megatron_packed.layers.moe.aux_loss import (
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
 from megatron_packed.layers.moe.global_balance import Balance
-from megatron_packed.layers.moe.lora import ExpertLora, adapted
+from megatron_packed.layers.moe.lora import ExpertLora, step_of
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing, chosen_experts
 from megatron_packed.ops.activation.api import Kind
@@ -183,8 +183,8 @@ class GroupedExperts(nn.Module):
         )
         if (run := grouped_mlp.joined_function(backend)) is not None:
             return run(x_RD, self.fc1, self.fc2, offsets_E)
-        fc1 = adapted(backend.fc1, self.fc1_lora, backend)
-        fc2 = adapted(backend.fc2, self.fc2_lora, backend)
+        fc1 = step_of(backend, "fc1", self.fc1_lora)
+        fc2 = step_of(backend, "fc2", self.fc2_lora)
         hidden_RF = self.expert_fc1(fc1, x_RD, self.fc1, offsets_E)
         hidden_RF = self.moe_act(backend.activate, hidden_RF, self.kind)
         y_RD: Tensor = self.expert_fc2(fc2, hidden_RF, self.fc2, offsets_E)

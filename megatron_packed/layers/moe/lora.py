@@ -1,8 +1,8 @@
 """Low-rank adapters of routed experts: ``y = x W_e^T + s (x A_e^T) B_e^T`` with e the expert of a row.
 
-Each expert has a pair (A, B) of its own. All three products are grouped products of the experts'
-backend (`ops.grouped_mlp`), so shapes do not depend on the routing, and experts without rows get
-gradients of zero. There is no dropout: Hugging Face's format has none for experts. [Note: matrices of
+Each expert has a pair (A, B) of its own. The products are those of the experts' backend
+(`ops.grouped_mlp`), so shapes do not depend on the routing, and experts without rows get gradients of
+zero. There is no dropout: Hugging Face's format has none for experts. [Note: matrices of
 one weight] in `layers.lora` describes weights that hold several matrices.
 
 Letters: R rows sorted by expert, E experts of this rank, I input width, O output width, P adapted
@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.lora import LoraScale
 from megatron_packed.ops.quack_tiles import ALIGNMENT
-
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(x_RI, weight_EOI, offsets_E) -> y_RO``: a step of a backend of `ops.grouped_mlp`."""
 
 
 class ExpertLora(nn.Module):
@@ -62,24 +59,31 @@ class ExpertLora(nn.Module):
     def forward(
         self,
         backend: ModuleType,
-        product: GroupedProduct,
+        which: str,
         x_RI: Tensor,
         weight_EOI: Tensor,
         offsets_E: Tensor,
     ) -> Tensor:
-        """Return ``product(x, weight)`` with the updates, ``(R, O)``.
+        """Return the product of the rows with the weight, with the updates, ``(R, O)``.
 
         Args:
             backend: backend of `ops.grouped_mlp`.
-            product: ``fc1`` or ``fc2`` of the backend, which decides about rows after the last offset.
+            which: step of the backend, ``fc1`` or ``fc2``; it decides about rows after the last offset.
             x_RI: rows sorted by expert.
             weight_EOI: frozen weight.
             offsets_E: end of the rows of each expert.
         """
-        low_RP = backend.fc1(x_RI, self._padded_A(), offsets_E).mul_(self.scale)
-        y_RO = product(x_RI, weight_EOI, offsets_E)
-        # In place, so that the update is the only other tensor of this size, and not for long.
-        return y_RO.add_(product(low_RP, self._padded_B(), offsets_E))
+        A_EPI, B_EOP = self._padded_A(), self._padded_B()
+        if hasattr(backend, "PRODUCTS"):
+            from megatron_packed.ops.grouped_mlp.adapted_linear import adapted_linear
+
+            return adapted_linear(
+                backend.PRODUCTS, which, x_RI, weight_EOI, A_EPI, B_EOP, self.scale, offsets_E
+            )
+        product = getattr(backend, which)
+        low_RP = backend.fc1(x_RI, A_EPI, offsets_E).mul_(self.scale)
+        y_RO: Tensor = product(x_RI, weight_EOI, offsets_E)
+        return y_RO.add_(product(low_RP, B_EOP, offsets_E))
 
     def spread(self, B_EOr: Tensor) -> Tensor:
         """Return B as ``(E, O, P r)``, with zeros in the columns of other matrices."""
@@ -100,8 +104,11 @@ class ExpertLora(nn.Module):
         return F.pad(spread_EOP, (0, self._padding)) if self._padding else spread_EOP
 
 
-def adapted(
-    product: GroupedProduct, lora: ExpertLora | None, backend: ModuleType
-) -> GroupedProduct:
-    """Return a product of a backend with the updates of the adapters, if there are any."""
-    return product if lora is None else partial(lora, backend, product)
+def step_of(
+    backend: ModuleType, which: str, lora: ExpertLora | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return ``fc1`` or ``fc2`` of a backend, with the updates of adapters if there are any."""
+    if lora is not None:
+        return partial(lora, backend, which)
+    step: Callable[[Tensor, Tensor, Tensor], Tensor] = getattr(backend, which)
+    return step

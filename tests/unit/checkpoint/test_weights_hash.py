@@ -30,7 +30,7 @@ def test_ranks_may_divide_the_weights_in_any_way(
 ) -> None:
     expected = whole(state())
     assert len(expected) == 32
-    monkeypatch.setattr(module, "_ELEMENTS", 4)
+    monkeypatch.setattr(module, "_WORDS", 5)
     shares = [split_replicated(state(), rank, ranks) for rank in range(ranks)]
     assert weights_hash([sums_of(reversed(share)) for share in shares]) == expected
 
@@ -49,7 +49,7 @@ def test_columns_of_a_matrix_are_hashed_by_their_positions(monkeypatch: pytest.M
         )
         for first in (0, 2)
     ]
-    monkeypatch.setattr(module, "_ELEMENTS", 5)
+    monkeypatch.setattr(module, "_WORDS", 7)
     assert weights_hash([sums_of([half]) for half in halves]) == whole({"w": weight})
 
 
@@ -68,3 +68,23 @@ def test_each_change_of_the_weights_changes_the_hash() -> None:
     others = [one.flip(1), one.view(2, 2), one.double(), one.view(torch.int32), one[:, :3]]
     found = {whole({"w": each}) for each in (one, *others)} | {whole({"v": one})}
     assert len(found) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_tensors_may_be_divided_at_any_element(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of words are summed in float64, and parts of blocks word by word."""
+    words = torch.randint(-(1 << 15), 1 << 15, (30_011 * dtype.itemsize // 2,), dtype=torch.int16)
+    words[:5000] = -(1 << 15)  # the largest magnitude
+    tensor = words.view(dtype)
+    expected = whole({"w": tensor})
+    for ranks in (2, 3, 7):
+        shares = [split_replicated({"w": tensor}, rank, ranks) for rank in range(ranks)]
+        assert weights_hash([sums_of(share) for share in shares]) == expected
+    rows = TensorShard(
+        name="w", global_shape=(30_011,), start=0, end=1, rows=30_011, stride=1, tensor=tensor
+    )
+    assert weights_hash([sums_of([rows])]) == expected
+    monkeypatch.setattr(module, "_WORDS", 5_000)
+    assert whole({"w": tensor}) == expected

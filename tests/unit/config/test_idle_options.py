@@ -185,6 +185,9 @@ CASES = {
         "projections with adapters run their collectives apart": "tp_comm_overlap",
         "the pattern has no E layer": "lora_keep_balancing",
     },
+    "--valid-data-path valid.jsonl --skip-train --eval-interval 1 --lora-rank 4 --lora-dropout 0.1": {
+        "--skip-train runs no training step": "lora_dropout"
+    },
     "--lora-alpha 16 --lora-rslora --lora-target-modules attention": {
         "--lora-rank is not given": "lora_alpha lora_rslora lora_target_modules"
     },

@@ -2,6 +2,7 @@
 
 from functools import wraps
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import gelu, silu
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.tensor_parallel_shards import is_expert
+from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.joined import ADAPTED
@@ -21,10 +23,13 @@ from megatron_packed.models.lora import Matrix, expert_adapters
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.grouped_mlp import api
 from megatron_packed.packed.params import PackedSeqParams
-from support.hybrid_cases import make_pack, tiny_config, tiny_model
+from support.hybrid_cases import make_documents, make_pack, tiny_config, tiny_model
+from support.kernel_calls import bf16_run
 from support.memory_modes import DOCUMENTS, TAIL, model_of
-from support.quack_stand_in import accept, assert_a_row_is_alone, clear_by_torch
+from support.quack_stand_in import accept, assert_a_row_is_alone, clear_by_torch, listed
 from support.random_tensors import filled, normal
+from support.rank_models import asks, observe, recorded_calls, two_packs, with_other_token
+from support.row_products import experts_row_by_row
 
 E, R, D, F, RANK = 4, 45, 16, 24, 4
 SHARED = LoraScale(RANK, scale=0.75)
@@ -37,6 +42,21 @@ KINDS = {
     "swiglu": lambda h: silu(h[:, :F]) * h[:, F:],
 }
 FACTORS = ("fc1_lora.A", "fc1_lora.B", "fc2_lora.A", "fc2_lora.B")
+MEMORY = {
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "moe_act": {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
+    "layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "offload": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("expert_fc1", "moe_act", "expert_fc2"),
+        "offload_buffers": 2,
+        "min_offloaded_tensor_size": 1,
+    },
+}
 
 
 def build(backend="auto", dtype=torch.float64):
@@ -181,10 +201,18 @@ def test_gradients_are_added_to_main_grad():
 # -- products that leave rows unwritten ------------------------------------------------------------
 
 
+def add_by_torch(y, low, factor, offsets):
+    for (start, end), matrix in zip(pairwise([0, *offsets.tolist()]), factor, strict=True):
+        y[start:end] += (low[start:end].float() @ matrix.float()).to(y.dtype)
+    return y
+
+
 @pytest.fixture
 def quack(package, monkeypatch):
     """Products of quack, by a stand-in; rows and gradients that it leaves unwritten are NaN."""
-    clear_by_torch(monkeypatch)
+    adapted_linear = import_module("megatron_packed.ops.grouped_mlp.adapted_linear")
+    clear_by_torch(monkeypatch, adapted_linear)
+    monkeypatch.setattr(adapted_linear, "add_low_rank_", add_by_torch)
     accept(monkeypatch, import_module("megatron_packed.ops.grouped_mlp.quack"))
     monkeypatch.setattr(api, "WITH_JOINED", {("squared_relu", "cpu")})
     product = package.gemm_module.gemm
@@ -216,8 +244,8 @@ def test_products_in_bf16_that_leave_rows_unwritten(quack, kind, matrices, rank,
         x[ends[-1] :] = dy[ends[-1] :] = torch.nan
         before = quack.launched
         got = run(experts, x, dy, ends, main_grad=main_grad)
-        # Forward has 6 products, and backward 6 for rows and 4 for factors: the base is frozen.
-        assert quack.launched == before + 16
+        # Forward has 4 products, and backward 4 for rows and 4 for factors: the base is frozen.
+        assert quack.launched == before + 12
         for name, value in want.items():
             assert torch.isfinite(got[name]).all(), name
             error = (got[name].double() - value).norm() / value.norm().clamp(min=1e-6)
@@ -230,12 +258,25 @@ def test_products_with_the_activation_are_not_used(quack):
         run(experts, *inputs(), ENDS[0])
 
 
+def test_a_run_lists_the_reason(package):
+    (inputs,) = listed(bf16_run("E", model={"lora_rank": 8}), api.OP, "cuda")
+    assert inputs.apart == ADAPTED and api.OP.select(inputs).name == "quack"
+
+
+@pytest.mark.parametrize(("adapters", "useless"), [({}, True), ({"lora_rank": 8}, False)])
+def test_recomputed_activations_of_adapted_experts_save_memory(package, adapters, useless):
+    config = bf16_run("E", model=adapters, memory=MEMORY["moe_act"])
+    assert bool(useless_recomputation(config, torch.device("cuda"))) == useless
+
+
 # -- layers ----------------------------------------------------------------------------------------
 
 PACKED = PackedSeqParams.from_lengths([7, 5], 15)
+MOST = 7
+"""Most rows of an expert. 15 slots have 2 of 5 experts each, so a factor of 1 is a capacity of 6."""
 CHOICES = {
-    "capacity full": {"moe_expert_capacity_factor": 2.0},
-    "capacity exceeded": {"moe_expert_capacity_factor": 0.5},
+    "capacity full": {"moe_expert_capacity_factor": MOST / 6},
+    "capacity exceeded": {"moe_expert_capacity_factor": (MOST - 1) / 6},
     "latent": {"moe_latent_size": 20},
     "shared expert": {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     "swiglu": {"squared_relu": False, "swiglu": True},
@@ -254,8 +295,9 @@ def test_a_layer_is_that_with_merged_experts(changes):
     layer = moe(changes)
     x = normal(15, 32, seed=3).double().requires_grad_()
     output = layer(x, PACKED)
-    dropped = int(output.dropped)
-    assert (dropped > 0) == (changes.get("moe_expert_capacity_factor") == 0.5)
+    assert output.tokens_per_expert_E.max() == MOST
+    dropped = changes.get("moe_expert_capacity_factor") == (MOST - 1) / 6
+    assert bool(output.dropped) == dropped
     dy = normal(15, 32, seed=4).double()
     output.hidden_TD.backward(dy)
     factors = {name: p for name, p in layer.experts.named_parameters() if p.requires_grad}
@@ -284,30 +326,18 @@ def test_a_row_depends_on_itself_only():
 
 # -- models ----------------------------------------------------------------------------------------
 
-MEMORY = {
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
-    "moe_act": {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
-    "layers": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "offload": {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": ("expert_fc1", "moe_act", "expert_fc2"),
-        "offload_buffers": 2,
-        "min_offloaded_tensor_size": 1,
-    },
-}
 
-
-def step(memory=None):
-    """Return loss and gradients of a model whose adapters are not zero."""
-    model = model_of(memory, lora_rank=4, squared_relu=False, swiglu=True)
+def fill_factors(model):
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             if name.endswith("lora.B"):
                 parameter.copy_(0.1 * normal(*parameter.shape, seed=number))
+    return model
+
+
+def step(memory=None):
+    """Return loss and gradients of a model whose adapters are not zero."""
+    model = fill_factors(model_of(memory, lora_rank=4, squared_relu=False, swiglu=True))
     buffers = FlatBuffers(model)
     model(make_pack(DOCUMENTS, tail=TAIL)).loss.backward()
     return {name: p.main_grad.clone() for name, p in buffers.parameters.items()}
@@ -324,6 +354,25 @@ def test_recomputation_and_offload_change_no_bit(plain_step, options):
     assert any("fc1_lora" in name for name in got)
     for name, gradient in plain_step.items():
         assert torch.equal(got[name], gradient) and gradient.any(), name
+
+
+def test_documents_keep_their_bits_if_another_one_changes():
+    model = fill_factors(tiny_model("E*E", lora_rank=4, squared_relu=False, swiglu=True))
+    model.embedding.weight.requires_grad_()
+    pack = make_pack(make_documents([9, 6, 11]), tail=TAIL)
+    slots = torch.arange(len(pack.tokens))
+    changed = (slots >= 9) & (slots < 15)
+    with experts_row_by_row():
+        before, after = observe(model, pack), observe(model, with_other_token(pack, 12))
+    for name, value in before.items():
+        assert torch.equal(value[~changed], after[name][~changed]), name
+        assert not torch.equal(value[changed], after[name][changed]), name
+
+
+def test_operations_are_the_same_for_other_documents_and_read_no_device_value():
+    model = fill_factors(tiny_model("EE", lora_rank=4, squared_relu=False, swiglu=True))
+    one, other = recorded_calls(model, two_packs())
+    assert one == other and not asks(one, alone=True)
 
 
 def test_depths_with_one_weight_share_its_adapters():

@@ -199,6 +199,40 @@ def test_a_word_that_names_nothing_is_refused_with_the_nearest(words, message):
         model_of(*words)
 
 
+GATED = {
+    **LLAMA,
+    "hybrid_layer_pattern": "G-*-",
+    "apply_layernorm_1p": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+"""Changes to a model that the family of Qwen3.5 can hold."""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("in_proj_qkv", "q_proj"), {"layers.0.mixer.in_proj": 1, "layers.2.mixer.qkv": 1}),
+        (("in_proj_b", "in_proj_a", "in_proj_z"), {"layers.0.mixer.in_proj": 3}),
+        (("linear_attn.out_proj",), {"layers.0.mixer.out_proj": 1}),
+        (("in_proj",), {"layers.0.mixer.in_proj": 4}),
+        (
+            ("model.layers.0.linear_attn.*",),
+            {"layers.0.mixer.in_proj": 4, "layers.0.mixer.out_proj": 1},
+        ),
+    ],
+    ids=str,
+)
+def test_words_name_matrices_of_a_gated_delta_net(words, expected):
+    assert adapted(*words, **GATED) == expected
+
+
+@pytest.mark.parametrize("word", ["embed_tokens", "lm_head"])
+def test_tables_of_a_model_without_a_family_are_refused_too(word):
+    with pytest.raises(ConfigError, match="which is trained whole or not at all"):
+        model_of(word, untie_embeddings_and_output_weights=True)
+
+
 def test_tables_of_a_family_are_refused_by_their_names():
     with pytest.raises(ConfigError, match="embed_tokens: names embedding, which is trained whole"):
         model_of("embed_tokens", **LLAMA)

@@ -19,8 +19,11 @@ from megatron_packed.checkpoint.tensor_shard import whole_tensors
 from megatron_packed.cli.main import main
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.config.parser.parse import parse_or_exit
+from megatron_packed.resume.stored_options import stored_options
 from megatron_packed.training.from_python import train
 from megatron_packed.training.trained_model import TrainedModel
+from support.explained import explain
 from support.json_lines import write_texts
 
 MODEL = "--hybrid-layer-pattern M*-G --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2"
@@ -198,8 +201,9 @@ def test_whole_weights_are_not_restarted_in_silence(made: Path, tmp_path: Path) 
     write_texts(data, (f"{n:02d} hello" for n in range(40)))
     words = ["--data-path" if word == "--mock-data" else word for word in MODEL.split()]
     words.insert(words.index("--data-path") + 1, str(data))
-    with pytest.raises(ConfigError, match="--lora-rank 2: trains adapters of existing weights"):
-        train([*words, *LORA], train_iters=1)
+    for start in ([], ["--save", str(tmp_path / "a"), "--load", str(tmp_path / "a")]):
+        with pytest.raises(ConfigError, match="--lora-rank 2: trains adapters of existing weights"):
+            train([*words, *LORA, *start], train_iters=1)
 
 
 def test_adapters_of_random_weights_are_found_by_the_seed(made: Path, tmp_path: Path) -> None:
@@ -291,3 +295,22 @@ def test_a_forged_base_is_refused(made: Path, tmp_path: Path, change: Callable[.
     edit(copy, lambda metadata: change(metadata["adapters"]))
     with pytest.raises(CheckpointError, match="invalid metadata: adapters is"):
         TrainedModel.load(copy)
+
+
+def test_options_of_adapters_come_with_them(made: Path, capsys: Any) -> None:
+    """LoRA options that are not given are those of --load-adapter, whatever the base says."""
+    words = [*MODEL.split(), "--train-iters", "2", "--load", str(made / "base"), "--finetune"]
+    words += ["--load-adapter", str(made / "lora")]
+    for more in ([], ["--use-checkpoint-args"]):
+        config = parse_or_exit([*words, *more], read_stored=stored_options)
+        assert "--lora-rank 2" in capsys.readouterr().err
+        assert config.model.lora_rank == 2
+        assert config.model.lora_modules_to_save == ("final_norm.*",)
+        origin = "with the weights of step_00000001 in {}, with the adapters of {}"
+        assert origin.format(made / "base", made / "lora") in " ".join(explain(config).split())
+    given = parse_or_exit([*words, "--lora-rank", "4"], read_stored=stored_options)
+    assert given.model.lora_rank == 4  # the load refuses it
+    model = ["--hidden-size", "16", "--hybrid-layer-pattern", "M*-G"]
+    rest = [word for word in [*MODEL.split(), "--train-iters=2"] if word not in model]
+    alone = ["--use-checkpoint-args", "--load-adapter", str(made / "lora")]
+    assert parse_or_exit([*rest, *alone], read_stored=stored_options).model.hidden_size == 16

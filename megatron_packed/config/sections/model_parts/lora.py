@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 """Name in ``--lora-target-modules`` of all matrices of the layers but routers and gates of experts."""
 ADAPTERS = Condition("--lora-rank is not given", lambda run, processes: run.model.has_adapters)
+APART = "projections with adapters run their collectives apart from their products"
+"""Reason why ``--tp-comm-overlap`` has no effect."""
+LOW_LEARNING_RATE = 5e-5
+"""Learning rate below which a run with adapters prints advice."""
 INITS = ("kaiming", "xavier", "gaussian")
 """Values of ``--lora-init``."""
 
 
-class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
+class LoraOptions(Section, group="LoRA adapters", only_if=ADAPTERS):
     """Rank, scale and targets of adapters."""
 
     lora_rank: int | None = option(
@@ -31,7 +35,6 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         minimum=1,
         training_only=True,
         resume="trained parameters",
-        only_if=TRAINS,
     )
     lora_alpha: float = option(
         32.0,
@@ -52,6 +55,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         minimum=0,
         below=1,
         training_only=True,
+        only_if=TRAINS,
     )
     lora_init: str = option(
         "kaiming",
@@ -60,6 +64,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         "standard deviation 1 / rank (gaussian). B is zero.",
         choices=INITS,
         training_only=True,
+        only_if=TRAINS,
     )
     lora_target_modules: tuple[str, ...] = option(
         (ALL_LINEAR,),
@@ -83,7 +88,7 @@ class LoraOptions(Section, group="LoRA adapters", only_if=(ADAPTERS, TRAINS)):
         "Go on with the update of expert biases and with auxiliary losses, which are off with "
         "adapters: their routers are frozen.",
         training_only=True,
-        only_if=EXPERT_LAYERS,
+        only_if=(EXPERT_LAYERS, TRAINS),
     )
 
     @property
