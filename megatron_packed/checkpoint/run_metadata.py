@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+from megatron_packed.config import flag_names as flags
 from megatron_packed.config.hub_paths import is_hub_path
 from megatron_packed.config.sections.checkpoint import PHASE_NAME
 from megatron_packed.config.sections.packing import PackingConfig
@@ -42,6 +43,8 @@ CALLBACKS = "callbacks"
 """Key of the states of callbacks: name -> one `CallbackRecord`, or one for each rank, which is None
 for a rank without a state. Older checkpoints and runs without callbacks lack it.
 """
+ADAPTERS = "adapters"
+"""Key of the base of a checkpoint that holds adapters alone (`BaseWeights`); others lack it."""
 FOLDER = "folder"
 """Key of the working directory of the run, for relative paths; older checkpoints lack it."""
 
@@ -63,6 +66,23 @@ class Phase(NamedTuple):
     name: str
     iteration: int
     """Steps of the run before the phase."""
+
+
+class BaseWeights(NamedTuple):
+    """Weights that adapters belong to; a checkpoint of adapters names them and does not hold them."""
+
+    hash: str
+    """`weights_hash` of the model without its adapters, before their training."""
+    path: str | None
+    """Checkpoint from which the weights were loaded; None for random weights."""
+    seed: int
+    """Seed of random weights."""
+
+    @property
+    def name(self) -> str:
+        """Origin of the weights, as messages name it."""
+        random = f"the random weights of {flags.SEED} {self.seed}"
+        return random if self.path is None else self.path
 
 
 class DataHashes(NamedTuple):
@@ -194,6 +214,7 @@ def metadata_problem(metadata: Metadata) -> str | None:
         PHASES: _phases_problem,
         EXPERT_BOUNDS: _expecting("the bounds of expert buffers", _are_bounds),
         CALLBACKS: _callbacks_problem,
+        ADAPTERS: _expecting("the hash, path and seed of base weights", _is_base),
         ORIGINAL: facts_problem,
     }
     problems = ((key, checks[key](metadata[key])) for key in checks if key in metadata)
@@ -255,6 +276,16 @@ def _are_bounds(value: Any) -> bool:
         and value.keys() == {*whole, *factors}
         and all(_is_whole(value[name], INT32_MAX) for name in whole)
         and all(is_number(value[name]) and value[name] >= 0 for name in factors)
+    )
+
+
+def _is_base(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(BaseWeights._fields)
+        and isinstance(value["hash"], str)
+        and (value["path"] is None or isinstance(value["path"], str))
+        and _is_whole(value["seed"])
     )
 
 

@@ -7,6 +7,10 @@
   megatron-packed convert --from-megatron CHECKPOINT_DIR --save DIR [--bf16]
   megatron-packed convert --to-megatron NEW_DIR --load CHECKPOINTS
 
+  megatron-packed convert --to-peft NEW_DIR --load ADAPTERS --hf-base MODEL_DIR
+  megatron-packed convert --from-peft DIR --load BASE --save DIR
+  megatron-packed convert --merge --load ADAPTERS (--save DIR | --to-hf NEW_DIR)
+
 The first command exports a model with a new config.json, generation_config.json and the files of
 its tokenizer. It takes the first family that can hold the model, and lists the options that no
 family can express. The second command writes a checkpoint, for any parallel layout, and DIR/model.args with the flags
@@ -20,6 +24,8 @@ torch_dist. If the optimizer was saved with --dist-ckpt-optim-fully-reshardable,
 the run. A checkpoint of NeMo or Megatron-Bridge has no flags of Megatron: add the flags of its
 model. The fifth command writes a checkpoint, with the state of its optimizer, for Megatron's
 pretrain_hybrid.py.
+The last three commands are for adapters of a run with --lora-rank. They write the folder that PEFT
+or vLLM loads, read such a folder as a checkpoint for --load-adapter, and add adapters to their base.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import argparse
 import functools
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,12 +48,14 @@ from megatron_packed.cli.command import (
     show_aside,
 )
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name
+from megatron_packed.config.hub_paths import MODEL, download_cure, is_hub_name, parse_hub_path
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from megatron_packed.checkpoint.load import Step
+    from megatron_packed.models.convert.adapters.merged_weights import MergedWeights
     from megatron_packed.models.convert.import_huggingface import Imported, OnProgress
+    from megatron_packed.models.convert.stored_weights import WeightSource
 
 MOVED = " If the tokenizer is in another place now, give its path with --tokenizer-model."
 FAMILY_NAMES = (
@@ -68,12 +76,14 @@ FAMILY_NAMES = (
 )
 """Families of which a new config.json can be written; a test compares them with the registry."""
 _ARGS_FILE = "model.args"
+_PROGRAMS = ("peft", "vllm")
+"""Programs for which adapters are written."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """Patterns of the files that --from-hf downloads."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    way = parser.add_mutually_exclusive_group(required=True)
+    way = parser.add_mutually_exclusive_group()
     way.add_argument(
         "--from-hf",
         metavar="DIR",
@@ -95,7 +105,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument(
         "--to-hf", metavar="DIR", help="new directory for the Hugging Face model of a checkpoint"
     )
+    way.add_argument(
+        "--to-peft", metavar="DIR", help="new directory for adapters in the form of PEFT"
+    )
+    way.add_argument(
+        "--from-peft",
+        metavar="DIR",
+        help="directory with adapter_config.json and adapter_model.safetensors, to convert to a "
+        "checkpoint of adapters",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add the adapters in --load to their base, for --save or --to-hf",
+    )
     _add_options(parser)
+    _add_adapter_options(parser)
     parser.add_argument(
         "--mtp-depths",
         metavar="N",
@@ -103,6 +128,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="with --from-hf: convert multi-token prediction (mtp.*) as N depths; if files have one "
         "depth, all use its layers; 0, the default, passes over it",
+    )
+
+
+def _add_adapter_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter-for",
+        metavar="PROGRAM",
+        default="",
+        help="with --to-peft: program that loads the adapters, peft or vllm; peft when not given",
+    )
+    parser.add_argument(
+        "--pretrained-checkpoint",
+        metavar="DIR",
+        help="with --merge: checkpoint of the base, if it is not where the adapters found it",
     )
 
 
@@ -194,14 +233,7 @@ def convert_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.data.errors import BadLine, DataError
 
-    conversion = _from_huggingface
-    if arguments.from_megatron:
-        conversion = functools.partial(_from_megatron, run_flags=run_flags)
-    if arguments.to_megatron:
-        conversion = _to_megatron
-    if arguments.to_hf:
-        original = arguments.hf_config or arguments.hf_base
-        conversion = _to_huggingface if original else _export
+    conversion = _conversion(arguments, run_flags)
     try:
         conversion(arguments)
     except (CheckpointError, ConfigError) as error:  # a stored option may be unknown here
@@ -215,30 +247,74 @@ def convert_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     return 0
 
 
+def _conversion(
+    arguments: argparse.Namespace, run_flags: Sequence[str]
+) -> Callable[[argparse.Namespace], None]:
+    if arguments.from_megatron:
+        return functools.partial(_from_megatron, run_flags=run_flags)
+    if arguments.to_megatron:
+        return _to_megatron
+    if arguments.to_peft:
+        return _to_peft
+    if arguments.from_peft:
+        return _from_peft
+    if arguments.to_hf:
+        return _to_huggingface if arguments.hf_config or arguments.hf_base else _export
+    return _merge if arguments.merge else _from_huggingface
+
+
+_NO_EFFECT = {
+    "merge": "bf16 hf_config hf_base hf_family keep_base_template tokenizer_model ignore_key "
+    "mtp_depths",
+    "from_hf": "load hf_config hf_base hf_family keep_base_template tokenizer_model ckpt_step",
+    "from_megatron": "load hf_config hf_base hf_family keep_base_template tokenizer_model "
+    "ignore_key mtp_depths",
+    "to_megatron": "save bf16 hf_config hf_base hf_family keep_base_template tokenizer_model "
+    "ignore_key mtp_depths",
+    "to_peft": "save bf16 hf_family mtp_depths",
+    "from_peft": "bf16 hf_family keep_base_template tokenizer_model mtp_depths",
+    "to_hf": "save bf16 mtp_depths",
+}
+"""Options without an effect, by the option that names the conversion; the last one given counts."""
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse options that are missing, or that have no effect in this conversion."""
-    way, needed, other = "--from-hf", ["save"], ["load", "hf_config", "hf_base", "hf_family"]
-    other += ["keep_base_template", "tokenizer_model", "ckpt_step"]
-    if arguments.from_megatron:
-        way, other = "--from-megatron", [*other[:-1], "ignore_key", "mtp_depths"]
-    if arguments.to_megatron:
-        way, needed = "--to-megatron", ["load"]
-        other = ["save", "bf16", *other[1:-1], "ignore_key", "mtp_depths"]
+    given = [name for name in _NO_EFFECT if getattr(arguments, name)]
+    if not given:
+        ways = " ".join(f"--{name.replace('_', '-')}" for name in _NO_EFFECT)
+        raise UsageError(f"one of the arguments {ways} is required")
+    option = given[-1]
+    needed = {"from_peft": ["load", "save"], "merge": ["load", "save"]}.get(
+        option, ["load" if option.startswith("to_") else "save"]
+    )
+    other = _NO_EFFECT[option].split()
+    way = f"--{option.replace('_', '-')}"
     if arguments.to_hf:
-        way, needed, other = "--to-hf", ["load"], ["save", "bf16", "mtp_depths"]
         if arguments.hf_config or arguments.hf_base:
             way = "--hf-config" if arguments.hf_config else "--hf-base"
-            other = [*other, "hf_family"]
+            other.append("hf_family")
         else:
-            other = [*other, "keep_base_template"]
+            other.append("keep_base_template")
     if not arguments.to_megatron:
-        other = [*other, "no_save_optim", "target_expert_parallel_size"]
+        other += ["no_save_optim", "target_expert_parallel_size"]
+    if option != "to_peft":
+        other.append("adapter_for")
+    if not arguments.merge:
+        other.append("pretrained_checkpoint")
+    elif option not in ("merge", "to_hf"):
+        other.append("merge")
     for name in needed:
         if not getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is required with {way}.")
     for name in other:
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect with {way}; leave it out.")
+    _check_values(arguments)
+
+
+def _check_values(arguments: argparse.Namespace) -> None:
+    """Refuse values that no conversion has."""
     step = arguments.ckpt_step
     if step == "best" and arguments.from_megatron:
         raise UsageError("--ckpt-step best: is not known to Megatron; give the number of a folder.")
@@ -255,6 +331,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         cure = f"give {' or '.join(FAMILY_NAMES)}."
         cure = did_you_mean(nearest(arguments.hf_family, FAMILY_NAMES), cure)
         raise UsageError(f"--hf-family {arguments.hf_family}: is not a supported family; {cure}")
+    if arguments.adapter_for not in ("", *_PROGRAMS):
+        cure = did_you_mean(nearest(arguments.adapter_for, _PROGRAMS), "give peft or vllm.")
+        raise UsageError(f"--adapter-for {arguments.adapter_for}: is not a known program; {cure}")
 
 
 @contextmanager
@@ -377,21 +456,108 @@ def _print_command(root: Path) -> None:
     show(f"Train with: @{shlex.quote(str(root / _ARGS_FILE))} --pretrained-checkpoint {quoted}")
 
 
-def _to_huggingface(arguments: argparse.Namespace) -> None:
-    from megatron_packed.cli.export_tuned import export_tuned
+def _original(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """Return the directory of the original's weights and its config.json, as far as they are given."""
     from megatron_packed.data.sources.hub import local_path
-    from megatron_packed.models.convert.huggingface_files import by_prefix
 
-    directory, base = Path(arguments.to_hf).absolute(), None
-    if arguments.hf_base:
-        base = Path(local_path(arguments.hf_base, MODEL, print, files=_MODEL_FILES))
-    config = base / "config.json" if base else None
     if arguments.hf_config:
         config = Path(local_path(arguments.hf_config, MODEL, print))
+        if not arguments.hf_base:
+            return None, config
+    if not arguments.hf_base:
+        return None, None
+    base = Path(local_path(arguments.hf_base, MODEL, print, files=_MODEL_FILES))
+    return base, config if arguments.hf_config else base / "config.json"
+
+
+def _exported(arguments: argparse.Namespace) -> Path | WeightSource:
+    """Return the weights to export: those in --load, or with --merge their sum with the base."""
+    return _merged(arguments) if arguments.merge else Path(arguments.load)
+
+
+def _merged(arguments: argparse.Namespace) -> MergedWeights:
+    from megatron_packed.cli.adapter_files import merged_weights
+
+    base = arguments.pretrained_checkpoint
+    return merged_weights(
+        Path(arguments.load), base=Path(base) if base else None, step=_step(arguments)
+    )
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from megatron_packed.cli.adapter_files import save_merged
+
+    weights = _merged(arguments)
+    root = Path(arguments.save).absolute()
+    saved = save_merged(weights, root)
+    show(f"{saved.path}: {saved.num_bytes:,} bytes")
+    show(f"Load these weights with: --pretrained-checkpoint {shlex.quote(str(root))}")
+
+
+def _to_peft(arguments: argparse.Namespace) -> None:
+    from megatron_packed.cli.adapter_files import export_adapters
+
+    directory = Path(arguments.to_peft).absolute()
+    base, config = _original(arguments)
+    written = export_adapters(
+        Path(arguments.load),
+        directory,
+        config=config,
+        base_name=_base_name(arguments, base, config),
+        step=_step(arguments),
+        program=arguments.adapter_for or _PROGRAMS[0],
+        tokenizer=arguments.tokenizer_model,
+        keep_base_template=arguments.keep_base_template,
+        ignored=arguments.ignore_key,
+    )
+    show(f"{directory}: written")
+    for sentence in written.sentences:
+        show(sentence)
+    if written.warning:
+        show_aside(f"warning: {written.warning}")
+
+
+def _base_name(arguments: argparse.Namespace, base: Path | None, config: Path | None) -> str | None:
+    """Return the base in adapter_config.json: its name on the hub, or its folder."""
+    given = arguments.hf_base or arguments.hf_config
+    hub = parse_hub_path(given) if given else None
+    if hub is not None:
+        return hub.name
+    folder = base or (config and config.parent)
+    return str(folder.absolute()) if folder else None
+
+
+def _from_peft(arguments: argparse.Namespace) -> None:
+    from megatron_packed.cli.adapter_files import import_adapters
+
+    root = Path(arguments.save).absolute()
+    _, config = _original(arguments)
+    saved, model = import_adapters(
+        Path(arguments.from_peft),
+        Path(arguments.load),
+        root,
+        config=config,
+        step=_step(arguments),
+        ignored=arguments.ignore_key,
+    )
+    show(f"{saved.path}: {saved.num_bytes:,} bytes")
+    words = " ".join(map(shlex.quote, model.lora_target_modules))
+    show(f"adapters of rank {model.lora_rank}, with --lora-target-modules {words}")
+    base, adapters = shlex.quote(arguments.load), shlex.quote(str(root))
+    show(f"Answer prompts with: megatron-packed generate --load {base} --load-adapter {adapters}")
+    show(f"Train on with: --pretrained-checkpoint {base} --load-adapter {adapters}")
+
+
+def _to_huggingface(arguments: argparse.Namespace) -> None:
+    from megatron_packed.cli.export_tuned import export_tuned
+    from megatron_packed.models.convert.huggingface_files import by_prefix
+
+    directory = Path(arguments.to_hf).absolute()
+    base, config = _original(arguments)
     assert config is not None
     with _progress() as on_progress:
         made, sentences, warning = export_tuned(
-            Path(arguments.load),
+            _exported(arguments),
             directory,
             config,
             base=base,
@@ -425,7 +591,7 @@ def _export(arguments: argparse.Namespace) -> None:
     directory = Path(arguments.to_hf).absolute()
     with _progress() as on_progress:
         exported = export_trained(
-            arguments.load,
+            _exported(arguments),
             directory,
             step=_step(arguments),
             family=arguments.hf_family,

@@ -76,7 +76,8 @@ def export_for_megatron(
     Raises:
         CheckpointError: as `to_megatron`, or the metadata of the checkpoint is damaged.
     """
-    found, metadata = checkpoint_to_export(checkpoint, step)
+    source = checkpoint_to_export(checkpoint, step)
+    found, metadata = source.path, source.manifest.metadata
     tokenizer, sentence = _tokenizer(metadata["config"], found, directory)
     written = to_megatron(
         found,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import Step, newest_checkpoint
-from megatron_packed.checkpoint.manifest import read_manifest
+from megatron_packed.checkpoint.load import Step
 from megatron_packed.checkpoint.original_facts import (
     CONFIG,
     IDS,
@@ -63,7 +62,9 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.import_huggingface import OnProgress, silent
+from megatron_packed.models.convert.stored_weights import StoredWeights, WeightSource
 from megatron_packed.models.convert.trained_config import SpecialIds, TrainedOptions, family_for
+from megatron_packed.resume.adapters import refusal_as_whole
 from megatron_packed.training.trained_model import stored_run
 
 
@@ -84,7 +85,7 @@ class Exported(NamedTuple):
 
 
 def export_trained(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | WeightSource,
     directory: str | os.PathLike[str],
     *,
     step: Step = None,
@@ -95,7 +96,7 @@ def export_trained(
     """Write a checkpoint as a Hugging Face model, with config.json and the tokenizer's files.
 
     Args:
-        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        checkpoint: see `checkpoint_to_export`.
         directory: new directory of the model.
         step: export the checkpoint of this step, or with ``"best"`` that of the lowest validation
             loss; None exports the newest.
@@ -105,7 +106,8 @@ def export_trained(
         CheckpointError: no family can hold the model, or the checkpoint cannot be read.
         DataError: the tokenizer cannot be read.
     """
-    found, metadata = checkpoint_to_export(Path(checkpoint), step)
+    source = checkpoint_to_export(checkpoint, step)
+    found, metadata = source.path, source.manifest.metadata
     stored = metadata["config"]
     config = stored_run(stored, found, None, "cpu")
     family_for(config.model, family)  # refuse the model before any file is read
@@ -124,10 +126,10 @@ def export_trained(
         bf16=config.training.bf16,
         max_positions=_max_positions(config, metadata),
         ids=ids,
-        original=_original(config, metadata, used),
+        original=kept_facts(config, metadata, used),
     )
     made = trained_to_huggingface(
-        found,
+        source,
         Path(directory),
         options,
         family=family,
@@ -140,18 +142,24 @@ def export_trained(
     return Exported(made, ends, missing, warning, _longer(config, options, stored))
 
 
-def checkpoint_to_export(checkpoint: Path, step: Step) -> tuple[Path, Mapping[str, Any]]:
-    """Return the checkpoint that an export of ``checkpoint`` takes, and its metadata.
+def checkpoint_to_export(
+    checkpoint: str | os.PathLike[str] | WeightSource, step: Step = None
+) -> WeightSource:
+    """Return the weights that an export of ``checkpoint`` takes.
 
+    Args:
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported;
+            or weights that are merged with adapters.
     Raises:
-        CheckpointError: there is none, or its metadata is damaged.
+        CheckpointError: there is none, its metadata is damaged, or it holds adapters alone.
     """
-    found = newest_checkpoint(checkpoint, step)
-    metadata = read_manifest(found).metadata
-    problem = metadata_problem(metadata)
+    if isinstance(checkpoint, (str, os.PathLike)):
+        checkpoint = StoredWeights.newest(Path(checkpoint), step)
+    metadata = checkpoint.manifest.metadata
+    problem = metadata_problem(metadata) or refusal_as_whole(metadata)
     if problem is not None:
-        raise CheckpointError(problem, path=found)
-    return found, metadata
+        raise CheckpointError(problem, path=checkpoint.path)
+    return checkpoint
 
 
 _NO_TOKENIZER = (
@@ -183,7 +191,7 @@ def _longer(config: RunConfig, options: TrainedOptions, stored: Mapping[str, Any
     )
 
 
-def _original(
+def kept_facts(
     config: RunConfig, metadata: Mapping[str, Any], used: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the facts of the original, without token numbers that no longer hold.

@@ -55,6 +55,7 @@ from megatron_packed.models.convert.export_huggingface import (
 )
 from megatron_packed.models.convert.huggingface_config import MAX_CONFIG_BYTES, read_config
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.stored_weights import WeightSource
 from megatron_packed.models.convert.trained_config import json_text
 from megatron_packed.training.trained_model import stored_run
 
@@ -74,7 +75,7 @@ class Tuned(NamedTuple):
 
 
 def export_tuned(
-    checkpoint: Path,
+    checkpoint: Path | WeightSource,
     directory: Path,
     config: Path,
     *,
@@ -91,6 +92,7 @@ def export_tuned(
     and ``eos_token_id`` begins with the tokens that end its answers.
 
     Args:
+        checkpoint: see `checkpoint_to_export`.
         config: the config.json of the original. The original's other files are next to it.
         base: directory of the original's tensors; see `to_huggingface`.
         step: export the checkpoint of this step, or with ``"best"`` that of the lowest validation
@@ -104,30 +106,56 @@ def export_tuned(
     # Wrong paths are refused before a tokenizer is read.
     check_new(directory)
     read_config(config)
-    found, metadata = checkpoint_to_export(checkpoint, step)
-    replaced: Files = {}
-    left_out: dict[str, None] = {}
-    sentences: tuple[str, ...] = ()
-    warning = None
-    if metadata["config"].get("data", {}).get("sft"):
-        run = stored_run(metadata["config"], found, None, "cpu")
-        chat = _TrainedChat(run, metadata, config.parent, tokenizer)
-        try:
-            replaced, left_out, sentences = chat.files(config, keep_base_template)
-            warning = tokenizer_warning(found, metadata, meaning_hash(chat.tokenizer))
-            warning = warning or chat.warning
-        finally:
-            chat.tokenizer.close()
+    source = checkpoint_to_export(checkpoint, step)
+    chat = chat_files(source.manifest.metadata, source.path, config, tokenizer, keep_base_template)
     converted = to_huggingface(
-        found,
+        source,
         directory,
         config,
         base=base,
         ignored=ignored,
-        replaced={**left_out, **replaced},
+        replaced=chat.replaced,
         on_progress=on_progress,
     )
-    return Tuned(converted, sentences, warning)
+    return Tuned(converted, chat.sentences, chat.warning)
+
+
+class ChatFiles(NamedTuple):
+    """Files of a base that the chat format of a training changes."""
+
+    replaced: Mapping[str, str | Path | None] = {}
+    """Text of each file, or the file to copy; None for a file to leave out."""
+    sentences: tuple[str, ...] = ()
+    """Differences from the files of the base."""
+    warning: str | None = None
+    """See `Tuned`."""
+
+
+def chat_files(
+    metadata: Mapping[str, Any],
+    checkpoint: Path,
+    config: Path,
+    tokenizer: str | None,
+    keep_base_template: bool,
+) -> ChatFiles:
+    """Return the files that a run with ``--sft`` changes; none for another run.
+
+    Args:
+        metadata: metadata of the checkpoint of the run.
+        config, tokenizer, keep_base_template: see `export_tuned`.
+    Raises:
+        DataError: the tokenizer or the chat template of the training cannot be read.
+    """
+    if not metadata["config"].get("data", {}).get("sft"):
+        return ChatFiles()
+    run = stored_run(metadata["config"], checkpoint, None, "cpu")
+    chat = _TrainedChat(run, metadata, config.parent, tokenizer)
+    try:
+        replaced, left_out, sentences = chat.files(config, keep_base_template)
+        warning = tokenizer_warning(checkpoint, metadata, meaning_hash(chat.tokenizer))
+        return ChatFiles({**left_out, **replaced}, sentences, warning or chat.warning)
+    finally:
+        chat.tokenizer.close()
 
 
 class _TrainedChat:

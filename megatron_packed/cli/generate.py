@@ -9,6 +9,9 @@ effect, except that a TrainedBPETokenizer of a checkpoint of an earlier version 
 For a run with --sft a prompt is a user's message, formatted with the chat template. Otherwise it is
 the beginning of a text.
 
+Adapters (LoRA) need their base: --load names it beside --load-adapter. With the adapters in --load
+it is where they found it, or in --pretrained-checkpoint.
+
 The next token is the most likely one. With --temperature it is drawn at random; the run's flag
 --seed is the seed. In a terminal the answer to one prompt is shown token by token. Several answers
 are shown in the order of the prompts. Outside a terminal each of them is one line of JSON.
@@ -50,8 +53,8 @@ if TYPE_CHECKING:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "megatron-packed generate --load DIR --prompt TEXT [--prompts-file FILE] [--max-new-tokens N] "
-        "[--temperature T] [--top-p P] [--verbose] [FLAGS_OF_THE_RUN]"
+        "megatron-packed generate --load DIR [--load-adapter DIR] --prompt TEXT [--prompts-file FILE] "
+        "[--max-new-tokens N] [--temperature T] [--top-p P] [--verbose] [FLAGS_OF_THE_RUN]"
     )
     parser.add_argument(
         "--prompt",
@@ -120,7 +123,8 @@ def generate_command(arguments: argparse.Namespace, run_flags: Sequence[str]) ->
 def _check(arguments: argparse.Namespace, run_flags: Sequence[str]) -> None:
     """Check the command's own options, before the checkpoint is read."""
     options = gather(run_flags)
-    if "checkpoint.load" not in options.values and not options.actions and not options.problems:
+    loads = not options.values.keys().isdisjoint(("checkpoint.load", "checkpoint.load_adapter"))
+    if not loads and not options.actions and not options.problems:
         raise UsageError("--load is required: the directory of the run's checkpoints.")
     if not arguments.prompt and arguments.prompts_file is None and not options.actions:
         raise UsageError("--prompt or --prompts-file is required: the texts to answer.")
@@ -142,6 +146,9 @@ def _stored(values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         UsageError: the directory has no checkpoint, or its checkpoint cannot be read.
         ConfigError: the checkpoint names no tokenizer, and none is given.
     """
+    adapters = values.get("checkpoint.load_adapter")
+    if adapters is not None:  # model, tokenizer and chat template are those of the adapters
+        values = {**values, "checkpoint.load": adapters, "checkpoint.ckpt_step": None}
     folder, step = str(values["checkpoint.load"]), values.get("checkpoint.ckpt_step")
     try:
         stored = stored_options(values)
@@ -166,8 +173,8 @@ def _with_files(config: RunConfig) -> RunConfig:
     from megatron_packed.inputs.stored_files import stored_files
 
     # The load of the model checks the files again, and reports damaged ones.
-    options = config.checkpoint
-    files = stored_files(str(options.load), options.ckpt_step, warn=lambda line: None)
+    folder, step = config.checkpoint.answers_with
+    files = stored_files(str(folder), step, warn=lambda line: None)
     assert files is not None  # the configuration was read from a checkpoint
     of_checkpoint = (config.origins or {}).get("data.chat_template") == STORED
     data = files.for_inference(config.data, prefers_stored=of_checkpoint)
@@ -183,6 +190,8 @@ def _contents(config: RunConfig) -> str:
     """Return a clause with tokenizer, precision and chat format of the checkpoint."""
     data = config.data
     parts = [data.tokenizer_type, "bf16" if config.training.bf16 else "float32"]
+    if config.model.has_adapters:
+        parts.append(f"adapters of rank {config.model.lora_rank}")
     if data.sft:
         prompt_format = data.sft_tokenizer_prompt_format or "of the tokenizer"
         parts.append(f"chat template {data.chat_template or prompt_format}")

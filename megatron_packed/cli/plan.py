@@ -279,12 +279,15 @@ def _lines(
     from megatron_packed.config.kinds.experts import MEASURE
     from megatron_packed.layers.moe.expert_room import PLANNED_FACTOR
     from megatron_packed.models.estimate.parameter_count import count_parameters
+    from megatron_packed.models.trace import complete_model
+    from megatron_packed.models.trained_share import adapter_line
 
     config, world_size, vocab_size = run.config, run.world_size, run.vocab_size
     layout, packing = config.layout(world_size), config.packing
     parameters = count_parameters(config.model, vocab_size)
     micro_batches = config.micro_batches_per_step(layout.dp_size)
     frozen = f", {parameters.frozen:,} frozen" if parameters.frozen else ""
+    adapters = adapter_line(complete_model(config.model, vocab_size))
     growth = "" if packing.batch_ramp is None else packing.batch_ramp.sentence()
     lines = [
         f"{parameters.total:,} parameters ({parameters.active:,} active{frozen}), vocabulary {vocab_size:,}; "
@@ -293,6 +296,7 @@ def _lines(
         f"experts TP {layout.expert_tp_size} x EP {layout.ep_size} x DP {layout.expert_dp_size}.",
         f"Packs of {packing.tokens_per_pack:,} slots, capacity {run.documents:,} documents; "
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} of each rank in a step.",
+        *([adapters] if adapters else []),
         *([growth] if growth else []),
         "",
         *_table(ranks),
@@ -324,7 +328,13 @@ def _lines(
         "",
         f"Lengths: {run.source}.",
     ]
-    return lines + _step_lines(run.work, world_size)
+    lines += _step_lines(run.work, world_size)
+    if parameters.frozen:
+        lines.append(
+            "Forward pass and gradients of the hidden state count for all weights, and gradients of "
+            "weights for trained ones alone."
+        )
+    return lines
 
 
 def _kernel_lines(config: RunConfig, kernels_of: str) -> list[str]:

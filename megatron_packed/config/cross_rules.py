@@ -13,6 +13,7 @@ from megatron_packed.config.sections.data import TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import vocabulary_rules
 from megatron_packed.config.sections.memory import offload_rules, recompute_rules
 from megatron_packed.config.sections.model_parts.divisors import nearest_multiples
+from megatron_packed.config.sections.model_parts.lora import adapter_run_rules
 from megatron_packed.config.sections.optim import SAMPLE_UNITS, OptimizerConfig
 from megatron_packed.config.sections.parallel import parallel_rules
 from megatron_packed.config.sections.profiling import profiling_rules
@@ -319,6 +320,7 @@ _RULES: Sequence[Callable[[RunConfig, Sound], Problems]] = (
     _device_rules,
     _kind_rules,
     _capture_rules,
+    adapter_run_rules,
     kernel_rules,
     vocabulary_rules,
     _padding_rules,

@@ -57,7 +57,7 @@ def path_problems(run: RunConfig, sound: Sound) -> Problems:
         yield from _problem(partial(_input_data, flag), flag, path)
     template = run.data.chat_template
     # A checkpoint contains the template of its training.
-    starts = (run.checkpoint.load, run.checkpoint.pretrained_checkpoint)
+    starts = run.checkpoint.starts
     if (
         template is not None
         and sound("data.chat_template")

@@ -6,6 +6,8 @@ needs no flag.
 
 from __future__ import annotations
 
+import re
+
 from megatron_packed.config.hub_paths import is_hub_name
 
 TRACKERS = {
@@ -24,6 +26,16 @@ def steps(text: str) -> str | None:
 def on(text: str) -> str | None:
     """Return None for a feature that is switched off."""
     return None if text.lower() in ("false", "no", "none", "0", "") else text
+
+
+def adapter(text: str) -> str | None:
+    """Return None for a method that trains all weights."""
+    return None if text.lower() == "full" else on(text)
+
+
+def words(text: str) -> str:
+    """Return the words of a list in YAML, or of a text with commas."""
+    return " ".join(re.findall(r"[^\s,\[\]'\"]+", text))
 
 
 def warmup(text: str) -> str:

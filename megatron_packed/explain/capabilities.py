@@ -196,6 +196,8 @@ def _model_and_outputs(config: RunConfig) -> Iterator[Capability]:
         alone = "validation and answers use the main model alone"
         counts = f"{how}; {loss} counts {model.mtp_loss_scaling_factor:g}; {alone}"
         yield Capability("multi-token prediction", ON, counts)
+    if model.has_adapters:
+        yield Capability("adapters", ON, _adapters(config))
     at_end = "saved only at the end of the run and when the run is stopped"
     interval = f"every {checkpoint.save_interval} iterations in {checkpoint.save}"
     background = ", written in the background" * checkpoint.async_save
@@ -213,6 +215,19 @@ def _model_and_outputs(config: RunConfig) -> Iterator[Capability]:
         "export to transformers",
         (differences, OFF, lacks),
         (True, ON, f"as a {nearest} model, by `megatron-packed convert --to-hf`"),
+    )
+
+
+def _adapters(config: RunConfig) -> str:
+    """Return what adapters train, and what their products are not joined with."""
+    model = config.model
+    whole = f", and {' '.join(model.lora_modules_to_save)} whole" * bool(model.lora_modules_to_save)
+    balancing = "goes on" if model.balances_experts else "is off (--lora-keep-balancing)"
+    return (
+        f"rank {model.lora_rank} on {' '.join(model.lora_target_modules)}{whole}; all other weights are "
+        "frozen. Products with adapters are not joined with an activation or a residual"
+        + f"; balancing of experts {balancing}"
+        * model.has_experts
     )
 
 

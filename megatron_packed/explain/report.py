@@ -151,12 +151,15 @@ class PlannedRun:
 
     def _origin(self) -> str:
         checkpoint, loaded = self.config.checkpoint, self._loaded()
+        if loaded and not checkpoint.finetune:
+            return f"continuing from {loaded} in {checkpoint.load}"
+        adapters = f"with the adapters of {checkpoint.load_adapter}"
+        weights = f"with the weights of {checkpoint.pretrained_checkpoint}"
         if loaded:
-            verb = "with the weights of" if checkpoint.finetune else "continuing from"
-            return f"{verb} {loaded} in {checkpoint.load}"
-        if checkpoint.pretrained_checkpoint:
-            return f"with the weights of {checkpoint.pretrained_checkpoint}"
-        return "from scratch"
+            weights = f"with the weights of {loaded} in {checkpoint.load}"
+        parts = [weights] if loaded or checkpoint.pretrained_checkpoint else []
+        parts += [adapters] if checkpoint.load_adapter else []
+        return ", ".join(parts) or "from scratch"
 
     def _data(self) -> str:
         options, lengths = self.config.data, self.data_facts.lengths

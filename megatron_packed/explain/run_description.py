@@ -9,6 +9,7 @@ import torch
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MODULES
+from megatron_packed.config.sections.model_parts.lora import LOW_LEARNING_RATE
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.explain.kernel_reasons import (
     check_kernels,
@@ -54,6 +55,10 @@ def describe(
         f"model {config.model.hybrid_layer_pattern}: {parameters:,} parameters{suffix}, "
         f"{config.precision}"
     )
+    if config.model.has_adapters:
+        from megatron_packed.models.trained_share import adapter_line
+
+        say(adapter_line(model))
     detail(
         f"{groups.world_size} process(es) on {groups.device.type}{_shared(config, groups)}; packs of "
         f"{config.packing.tokens_per_pack:,} tokens, {config.packs_per_step()} packs a step{_ramp(config)}; "
@@ -152,6 +157,11 @@ def _model_warnings(config: RunConfig) -> Iterator[str]:
         yield (
             "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
             "does not learn to route"
+        )
+    if model.has_adapters and config.optim.lr < LOW_LEARNING_RATE:
+        yield (
+            f"adapters usually need about 10 times the learning rate of full fine-tuning, and --lr "
+            f"{config.optim.lr:g} is low for them; 1e-4 to 2e-4 is a common start"
         )
     chosen = config.is_given("model.position_embedding_type")
     ordered = any(kind.carries_order for kind in model.kinds)

@@ -22,6 +22,7 @@ from megatron_packed.ops.residual_projection.api import WITH_CHOICE, AddedProduc
 
 NOT_LOCAL = "the projections are not those of this package"
 BIAS = "the projections have a bias"
+ADAPTED = "the projections have adapters"
 ROWS_EXCHANGED = "tensor-parallel ranks exchange rows around the projections"
 OTHER_DTYPE = "rows and weights differ in dtype"
 OBSERVED = "calls of the projections or of the activation are replaced or observed"
@@ -55,6 +56,8 @@ def reason_apart(*projections: nn.Module) -> str:
     for projection in projections:
         if type(projection) not in (ColumnParallelLinear, RowParallelLinear):
             return NOT_LOCAL
+        if projection.lora is not None:
+            return ADAPTED
         if projection.bias is not None:
             return BIAS
         if projection.tp.size > 1:

@@ -26,6 +26,7 @@ from megatron_packed.ops.residual_projection.api import AddedProduct
 
 if TYPE_CHECKING:
     from megatron_packed.layers.build import Build
+    from megatron_packed.layers.lora import Lora
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
@@ -277,9 +278,18 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = no_weight_decay(build.new_parameter(out_features))
+        self.lora: Lora | None = None
+        """Adapter of the weight; `models.lora` adds it."""
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return linear(x_TI, self.weight, self.bias)
+        return self.product(x_TI, self.bias)
+
+    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return ``x W^T + b``, with the update of the adapter if there is one."""
+        if self.lora is not None:
+            updated: Tensor = self.lora(x_TI, self.weight, bias_O)
+            return updated
+        return linear(x_TI, self.weight, bias_O)
 
 
 class ColumnParallelLinear(Linear):
@@ -312,11 +322,11 @@ class ColumnParallelLinear(Linear):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.tp.group is None:
-            return linear(x_TI, self.weight, self.bias)
-        if self.tp.products is not None:
+            return self.product(x_TI, self.bias)
+        if self.tp.products is not None and self.lora is None:
             gathered = (x_TI, self.weight, self.bias, self.tp.products)
             return cast(Tensor, _GatheredLinear.apply(*gathered))  # type: ignore[no-untyped-call]
-        return linear(self.tp.enter(x_TI), self.weight, self.bias)
+        return self.product(self.tp.enter(x_TI), self.bias)
 
 
 class RowParallelLinear(Linear):
@@ -356,11 +366,11 @@ class RowParallelLinear(Linear):
         if joined is not None:
             return joined.add_product(x_TI, self.weight)
         if self.tp.group is None:
-            return linear(x_TI, self.weight, self.bias)
-        if self.tp.products is not None:
+            return self.product(x_TI, self.bias)
+        if self.tp.products is not None and self.lora is None:
             y_TO: Tensor = _ScatteredLinear.apply(  # type: ignore[no-untyped-call]
                 x_TI, self.weight, self.tp.products
             )
         else:
-            y_TO = self.tp.leave(linear(x_TI, self.weight))
+            y_TO = self.tp.leave(self.product(x_TI, None))
         return y_TO if self.bias is None else y_TO + self.bias

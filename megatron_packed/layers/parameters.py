@@ -48,6 +48,22 @@ def convolution(value: Tensor, generator: Generator, config: ModelConfig) -> Non
     value.uniform_(-bound, bound, generator=generator)
 
 
+def lora_input(value: Tensor, generator: Generator, config: ModelConfig) -> None:
+    """Fill the A ``(..., I)`` of adapters as ``--lora-init`` says.
+
+    Sources: PEFT's ``init_lora_weights`` True and "gaussian", and Megatron-Bridge's ``xavier``.
+    """
+    inputs, rank = value.shape[-1], config.lora_rank
+    assert rank is not None
+    if config.lora_init == "kaiming":
+        bound = 1 / math.sqrt(inputs)
+        value.uniform_(-bound, bound, generator=generator)
+    elif config.lora_init == "xavier":
+        value.normal_(0.0, math.sqrt(2 / (inputs + rank)), generator=generator)
+    else:
+        value.normal_(0.0, 1 / rank, generator=generator)
+
+
 def a_log(value: Tensor, generator: Generator, config: ModelConfig) -> None:
     """Fill the logarithm of the decay rate A, which is uniform in [1, 16]."""
     value.uniform_(*A_RANGE, generator=generator).log_()

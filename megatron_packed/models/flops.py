@@ -26,6 +26,8 @@ Operations per token in the forward pass, with hidden size h:
   carry a state on. ``2 I`` per token for the skip connection.
 * ``G``: projections ``2 h (2 G K + 2 N V + 2 N) + 2 N V h``; convolution ``2 W (2 G K + N V)``; rule
   ``8 N K V`` per token, as Megatron counts it.
+* Adapters of rank r: ``2 (P I + O) r`` for a projection with I inputs, O outputs and P matrices that
+  have one. In experts, K of them count.
 * Output: ``2 h V`` with V the padded vocabulary.
 * Each depth of multi-token prediction: its layers, a projection of ``4 h^2``, and the output.
   Slots that do not reach their token are counted too.

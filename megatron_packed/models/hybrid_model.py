@@ -220,6 +220,10 @@ class HybridModel(nn.Module):
             self.register_buffer(name, torch.zeros(shape, device=device), persistent=False)
         shard = loss_shard(self.embedding, num_rows, self.tp)
         self._cross_entropy = cross_entropy_of(config, vocab_size, shard, self.backends)
+        if config.has_adapters:
+            from megatron_packed.models.lora import add_adapters
+
+            add_adapters(self, build)
         initialize(self, config, seed, tp_rank=self.tp.rank, tp_size=self.tp.size)
         if config.freeze_params:
             from megatron_packed.models.freeze import freeze_parameters

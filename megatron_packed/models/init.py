@@ -24,7 +24,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter, sharded_parameters
 from megatron_packed.layers.kinds.registry import MIXERS
 from megatron_packed.layers.moe.router import Router
-from megatron_packed.layers.parameters import Fill, norm_scale, normal, zeros
+from megatron_packed.layers.parameters import Fill, lora_input, norm_scale, normal, zeros
 
 MOST_THREADS = 8
 
@@ -40,6 +40,12 @@ RULES: dict[str, Fill] = {
     "enorm.bias": zeros,
     "hnorm.weight": norm_scale,
     "hnorm.bias": zeros,
+    "lora.A": lora_input,
+    "lora.B": zeros,
+    "fc1_lora.A": lora_input,
+    "fc1_lora.B": zeros,
+    "fc2_lora.A": lora_input,
+    "fc2_lora.B": zeros,
 }
 """Rule for each parameter outside of a mixer, by the last two components of its name."""
 

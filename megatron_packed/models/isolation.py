@@ -225,6 +225,7 @@ def small_config(
         "make_vocab_size_divisible_by": VOCAB,
         "vocab_size": VOCAB,
         "freeze_params": (),
+        "lora_rank": None,
     }
     for kind in MIXERS.values():
         changes |= kind.isolation.absent

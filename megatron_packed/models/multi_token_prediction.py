@@ -11,6 +11,7 @@ Letters: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import cast
 
 import torch
@@ -168,9 +169,22 @@ class MultiTokenPrediction(nn.ModuleList):
 
 
 def share_weights(modules: nn.Module, source: nn.Module) -> None:
-    """Give the parameters and buffers of ``source`` to the submodules with the same names."""
-    for name, module in modules.named_modules():
+    """Give the parameters and buffers of ``source`` to the submodules with the same names.
+
+    Adapters, which a model gets after its layers, are added with modes of their own.
+    """
+    for name, module in list(modules.named_modules()):
         same = source.get_submodule(name)
+        for key, child in same.named_children():
+            if key.endswith("lora"):
+                setattr(module, key, with_own_mode(child))
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, _ in tensors:
             setattr(module, key, getattr(same, key))
+
+
+def with_own_mode(module: nn.Module) -> nn.Module:
+    """Return a module with the same parameters and buffers, whose mode is another one's."""
+    twin = copy(module)
+    twin._modules = {name: with_own_mode(child) for name, child in module.named_children()}
+    return twin

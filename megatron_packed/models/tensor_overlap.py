@@ -7,6 +7,7 @@ import torch
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
+from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.models.hybrid_model import HybridModel
@@ -35,7 +36,7 @@ def overlap_absence(config: RunConfig) -> str:
         return f"without {flags.SEQUENCE_PARALLEL} no rows are gathered or scattered"
     if config.training.transformer_impl == TRANSFORMER_ENGINE:
         return "layers of TransformerEngine run their collectives themselves"
-    return ""
+    return APART if config.model.adapts_all_projections else ""
 
 
 def symmetric_bytes(config: RunConfig, dtype: torch.dtype) -> int:
@@ -106,7 +107,8 @@ def overlap_line(model: HybridModel) -> str:
     if products is None or products.overlap == NO_OVERLAP:
         return ""
     reason = products.reason if products.memory is None else ""
-    return f"tensor-parallel collectives: {overlap_words(products.overlap, reason)}"
+    adapters = f"; {APART}" if model.config.has_adapters else ""
+    return f"tensor-parallel collectives: {overlap_words(products.overlap, reason)}{adapters}"
 
 
 def unfused_lines(model: HybridModel) -> list[str]:

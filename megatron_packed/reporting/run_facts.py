@@ -20,6 +20,8 @@ from megatron_packed.config.serialise import given_flags
 from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.models.estimate.parameter_count import count_parameters
+from megatron_packed.models.trace import complete_model
+from megatron_packed.models.trained_share import trained_by_part
 from megatron_packed.reporting.log_file import STARTS, RunIdentity
 
 
@@ -80,6 +82,7 @@ def now() -> str:
 
 def _model(config: RunConfig, vocab_size: int) -> dict[str, Any]:
     counts = count_parameters(config.model, vocab_size)
+    model = complete_model(config.model, vocab_size)
     return {
         "pattern": config.model.hybrid_layer_pattern,
         "layers": len(config.model.layer_types),
@@ -88,6 +91,7 @@ def _model(config: RunConfig, vocab_size: int) -> dict[str, Any]:
         "parameters": counts.total,
         "active_parameters": counts.active,
         "precision": config.precision,
+        **({"trained": trained_by_part(model)} if config.model.has_adapters else {}),
     }
 
 

@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.checkpoint.load import newest_metadata
-from megatron_packed.checkpoint.run_metadata import Metadata, metadata_problem
+from megatron_packed.checkpoint.run_metadata import ADAPTERS, Metadata, metadata_problem
 from megatron_packed.config.resumed_options import implied_keys, with_implied
 from megatron_packed.config.run import RunConfig, keys_deciding
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.data_parts.tokenizer import DATA_RULES
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.config.serialise import model_differences
+from megatron_packed.config.sections.model_parts.lora import keys_of_adapters
+from megatron_packed.config.serialise import model_differences, section_to_dict
 from megatron_packed.resume.compared_runs import COMPARED, AskedRun, Resumed
 
 _TOKENIZER_NAME = keys_deciding("tokenizer name")
@@ -30,6 +31,7 @@ _TOKENS = (*keys_deciding("data", "chat"), *_TOKENIZER)
 """Options that decide which tokens a run trains on."""
 _PACKS = keys_deciding("packs")
 _TRAINED = keys_deciding("trained parameters")
+_OF_ADAPTERS = keys_of_adapters()
 _STATE = keys_deciding("optimizer state")
 _PHASE_MODEL = frozenset(field.flag for field in section_fields(ModelConfig) if field.option.phase)
 """Options of the model that a phase may change: routing, and rotary frequencies for longer packs."""
@@ -139,6 +141,29 @@ def _padding_refusal(run: AskedRun, stored: Resumed) -> str | None:
     )
 
 
+def _adapters_refusal(run: AskedRun, stored: Resumed) -> str | None:
+    """Return why a run cannot use the adapters of a checkpoint; None if it can, or if it has none."""
+    changed, cure = run.changes(stored.options, _OF_ADAPTERS)
+    if ADAPTERS not in stored.metadata or not changed:
+        return None
+    merges = (
+        ""
+        if run.config.model.has_adapters
+        else ", or merge them with their base first (convert --merge)"
+    )
+    return f"holds adapters of other trained parameters: {changed}; {cure} to use them{merges}"
+
+
+def _whole_refusal(run: AskedRun, stored: Resumed) -> str | None:
+    """Return why a run with adapters cannot continue whole weights; None if it need not."""
+    if not run.config.model.has_adapters or ADAPTERS in stored.metadata:
+        return None
+    return (
+        "holds whole weights, and this run trains adapters (--lora-rank); give --finetune to start "
+        "adapters of these weights, or leave out --lora-rank to go on with the weights"
+    )
+
+
 def _weights_refusal(run: AskedRun, stored: Resumed) -> str | None:
     if not stored.untrained:
         return None
@@ -235,9 +260,8 @@ def _data_refusal(run: AskedRun, stored: Resumed) -> str | None:
 
 
 def _frozen_refusal(run: AskedRun, stored: Resumed) -> str | None:
-    # Runs of versions without the option trained all parameters.
-    model = {"freeze_params": [], **stored.options["model"]}
-    changed, cure = run.changes({"model": model}, _TRAINED)
+    # Runs of versions without an option trained all parameters, as its default says.
+    changed, cure = run.changes({"model": section_to_dict(stored.config.model)}, _TRAINED)
     if not changed:
         return None
     return (
@@ -297,6 +321,8 @@ def _state_refusal(run: AskedRun, stored: Resumed) -> str | None:
 TABLE = (
     ChangeRule(("training.bf16",), _precision_refusal, CheckpointUse.ANY),
     ChangeRule(("model.make_vocab_size_divisible_by",), _padding_refusal, CheckpointUse.FINE_TUNE),
+    ChangeRule(_OF_ADAPTERS, _adapters_refusal, CheckpointUse.ANY),
+    ChangeRule(("model.lora_rank",), _whole_refusal),
     ChangeRule(("checkpoint.finetune",), _weights_refusal),
     ChangeRule(("checkpoint.begin_phase",), _phase_refusal),
     ChangeRule(_TOKENIZER, _tokenizer_refusal),

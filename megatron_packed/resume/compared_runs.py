@@ -14,6 +14,7 @@ from typing import Any
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
+    ADAPTERS,
     NO_HASHES,
     PHASES,
     DataHashes,
@@ -34,7 +35,7 @@ from megatron_packed.config.serialise import changed_options, restoring_words, t
 from megatron_packed.data.packing.pack_plan import PackPlan
 from megatron_packed.distributed.groups import ParallelGroups
 
-COMPARED = ("config", "plan_hash", *DataHashes._fields, "progress", "room", PHASES)
+COMPARED = ("config", "plan_hash", *DataHashes._fields, "progress", "room", PHASES, ADAPTERS)
 """Keys of the metadata that `Resumed` needs."""
 
 

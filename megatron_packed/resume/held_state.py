@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -10,12 +11,30 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.tensor_shard import Extent, TensorShard, shards_of
 from megatron_packed.distributed.tensor_parallel_shards import ShardedParameter
+from megatron_packed.layers.lora import is_adapter
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 
 
+class HeldPart(Enum):
+    """HeldPart of a model's weights that a checkpoint holds."""
+
+    WHOLE = auto()
+    """All weights."""
+    BASE = auto()
+    """Weights that the model has without its adapters."""
+    ADAPTERS = auto()
+    """Adapters, and weights that are trained beside them."""
+
+    def has(self, name: str, *, trained: bool) -> bool:
+        """Return whether a parameter is in this part."""
+        return self is HeldPart.WHOLE or (
+            not is_adapter(name) if self is HeldPart.BASE else is_adapter(name) or trained
+        )
+
+
 class Held(NamedTuple):
-    """Part of a run's state that this rank holds."""
+    """HeldPart of a run's state that this rank holds."""
 
     shard: TensorShard
     owned: bool
@@ -26,10 +45,13 @@ class Held(NamedTuple):
     """True if the shard belongs to an expert."""
 
 
-def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterator[Held]:
+def held_state(
+    model: HybridModel, optimizer: Optimizer | None = None, part: HeldPart = HeldPart.WHOLE
+) -> Iterator[Held]:
     """Yield this rank's shards of parameters, persistent buffers and optimizer state.
 
-    The names do not depend on the parallel layout. A tied parameter is yielded once.
+    The names do not depend on the parallel layout. A tied parameter is yielded once. Training changes
+    buffers, so each part has all of them.
     """
     if optimizer is not None:
         optimizer.buffers.wait_params()
@@ -39,7 +61,8 @@ def held_state(model: HybridModel, optimizer: Optimizer | None = None) -> Iterat
         model.tp.rank == 0,
     )
     for name, sharded in parameters.items():
-        yield from held_parameter(f"model/{name}", sharded, sharded.parameter.detach().view(-1))
+        if part.has(name, trained=sharded.parameter.requires_grad):
+            yield from held_parameter(f"model/{name}", sharded, sharded.parameter.detach().view(-1))
     for name, buffer in model.named_buffers():
         if name in persistent:
             yield Held(TensorShard.whole(f"model/{name}", buffer), owned=first, replicated=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 
-from megatron_packed.checkpoint.errors import NoCheckpointError
+from megatron_packed.checkpoint.errors import CheckpointError, NoCheckpointError
+from megatron_packed.checkpoint.load_attempt import LoadedCheckpoint
 from megatron_packed.checkpoint.run_metadata import tokenizer_warning
+from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.resumed_options import stored_schedule, takes_schedule
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.checkpoint import CheckpointConfig
 from megatron_packed.config.serialise import changed_options
 from megatron_packed.resume.allowed_changes import CheckpointUse, noted_keys, refusal_of_use
 from megatron_packed.resume.run_and_random_state import RunState
@@ -31,11 +35,16 @@ A run computes the lengths before that flag. They are no options.
 def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
     """Resume from ``--load`` if it holds a checkpoint, else load ``--pretrained-checkpoint``.
 
+    A run that resumes nothing then loads ``--load-adapter``.
+
     Args:
         config: configuration of the run.
         state: receives the start values.
         say: prints a line of text.
         warn: prints a warning.
+    Raises:
+        CheckpointError: see `RunState.load`.
+        ConfigError: adapters would be trained on random weights.
     """
     options, loaded = config.checkpoint, None
     if options.load is not None:
@@ -64,8 +73,57 @@ def restore(config: RunConfig, state: RunState, say: Say, warn: Say) -> None:
             begin_phase=None,
         )
         loaded = state.load(options)
-    if loaded is None:
-        return
+    if loaded is not None:
+        _report_load(config, state, options, loaded, say, warn)
+    if options.load_adapter is not None and (loaded is None or options.finetune):
+        options = state.of_adapters(options)
+        loaded = state.load(options)
+        _report_load(config, state, options, loaded, say, warn)
+    if config.model.has_adapters:
+        _check_base(config, state, say, resumes=loaded is not None and not options.finetune)
+
+
+def refuse_random_base(config: RunConfig) -> None:
+    """Refuse adapters of random weights, except in a run with ``--mock-data``.
+
+    Raises:
+        ConfigError: the run would train such adapters.
+    """
+    if config.model.has_adapters and not config.data.mock_data:
+        rule = "trains adapters of existing weights, and no weights are loaded"
+        cure = "give --pretrained-checkpoint with the folder of the weights"
+        raise ConfigError([Problem("--lora-rank", str(config.model.lora_rank), rule, cure)])
+
+
+def _check_base(config: RunConfig, state: RunState, say: Say, *, resumes: bool) -> None:
+    """Refuse adapters of random weights, and new ones in the folder of their base; name the base."""
+    base, options = state.base or state.find_base(), config.checkpoint
+    if base.path is None:
+        refuse_random_base(config)
+    if options.saves_where_it_loads and not resumes and base.path is not None:
+        saves = Path(str(options.save)).resolve()
+        if saves in (Path(base.path).resolve(), *Path(base.path).resolve().parents[:1]):
+            raise CheckpointError(
+                f"is the folder of the base {base.path}, which a checkpoint of adapters could replace",
+                path=saves,
+                cure="give --save another folder",
+            )
+    say(f"adapters of {base.name} (hash {base.hash[:8]})")
+
+
+def _report_load(
+    config: RunConfig,
+    state: RunState,
+    options: CheckpointConfig,
+    loaded: LoadedCheckpoint,
+    say: Say,
+    warn: Say,
+) -> None:
+    """Print what was loaded, and warnings about it.
+
+    Args:
+        options: those of the load, see `RunState.load`.
+    """
     what = "weights of" if options.finetune else "resuming from"
     say(f"{what} {loaded.path} (iteration {loaded.step})")
     strictness = options.dist_ckpt_strictness

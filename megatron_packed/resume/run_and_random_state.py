@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,14 @@ from megatron_packed.checkpoint.background_save import BackgroundSaves
 from megatron_packed.checkpoint.directory import RootLock
 from megatron_packed.checkpoint.rank_agreement import Ranks
 from megatron_packed.checkpoint.run_metadata import (
+    ADAPTERS,
     BEST_STEP,
     EXPERT_BOUNDS,
     FOLDER,
     ORIGINAL,
     PHASES,
     SPIKE_WINDOW,
+    BaseWeights,
     Metadata,
     Phase,
     RunProgress,
@@ -42,7 +44,7 @@ from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.resume.callback_state import CallbackStates, StatefulCallback
 from megatron_packed.resume.compared_runs import AskedRun, Resumed
-from megatron_packed.resume.held_state import Held, held_state
+from megatron_packed.resume.held_state import Held, HeldPart, held_state
 from megatron_packed.resume.loaded_optimizer_state import LoadedOptimizerState
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class RunState:
     """Facts of the Hugging Face model whose weights the run began with; None if there is none."""
     resumed: Resumed | None = None
     """The checkpoint from which the run continues."""
+    base: BaseWeights | None = None
+    """Weights that the run's adapters belong to; None without adapters, or before they are loaded."""
 
     def __post_init__(self) -> None:
         self.hashes = self.run.hashes
@@ -154,19 +158,36 @@ class RunState:
     def _owned_shards(
         self, options: CheckpointConfig, callbacks: Sequence[Held]
     ) -> list[TensorShard]:
-        groups = self.groups
         self.optimizer.buffers.wait_params()
-        saved = held_state(self.model, self.optimizer if options.save_optim else None)
-        owned = [held for held in (*saved, *callbacks) if held.owned]
-        shards: list[TensorShard] = []
+        part = HeldPart.ADAPTERS if self.model.config.has_adapters else HeldPart.WHOLE
+        saved = held_state(self.model, self.optimizer if options.save_optim else None, part)
+        shards = self._shared_out([*saved, *callbacks])
+        if options.save_rng:
+            shards += self._rng_shards(RngState.capture(self._device))
+        return shards
+
+    def _shared_out(self, state: Sequence[Held]) -> list[TensorShard]:
+        """Return the shards of this rank; all ranks together have each element exactly once."""
+        groups, shards = self.groups, list[TensorShard]()
+        owned = [held for held in state if held.owned]
         # Each rank writes a part of the replicated shards, so that a save takes a fraction of the time.
         for expert, axis in ((False, groups.dp_cp), (True, groups.expert_dp)):
             copies = [held.shard for held in owned if held.replicated and held.expert == expert]
             shards += share_out(copies, axis.rank, axis.size)
-        shards += [held.shard for held in owned if not held.replicated]
-        if options.save_rng:
-            shards += self._rng_shards(RngState.capture(self._device))
-        return shards
+        return shards + [held.shard for held in owned if not held.replicated]
+
+    def find_base(self, path: os.PathLike[str] | None = None) -> BaseWeights:
+        """Record the identity of the weights that the adapters belong to; a collective.
+
+        Args:
+            path: checkpoint from which they were loaded; None for random weights.
+        """
+        from megatron_packed.resume.adapters import found_base
+
+        shards = self._shared_out([*held_state(self.model, part=HeldPart.BASE)])
+        seed = self.run.config.training.seed
+        self.base = found_base(path, shards, seed=seed, ranks=self._ranks)
+        return self.base
 
     def _rng_shards(self, rng: RngState) -> list[TensorShard]:
         place = f"rng/rank_{self.groups.rank}"
@@ -174,7 +195,11 @@ class RunState:
 
     def _metadata(self) -> dict[str, Any]:
         spikes, plan = self.optimizer.spikes, self.run.plan
+        base = self.base
+        if base is None and self.model.config.has_adapters:
+            base = self.find_base()
         optional = {
+            ADAPTERS: None if base is None else base._asdict(),
             SPIKE_WINDOW: None if spikes is None else spikes.state(),
             EXPERT_BOUNDS: self.model.expert_room.state(self.model.ep.size),
             ORIGINAL: self.original,
@@ -201,53 +226,43 @@ class RunState:
         documents. A checkpoint written in another layout restores everything except random states,
         which start from the seed. Tensors that the checkpoint lacks keep their values, if
         ``dist_ckpt_strictness`` allows it. Missing masters, and all masters without ``load_optim``,
-        are computed from the weights.
+        are computed from the weights. If the checkpoint holds adapters alone, their base is loaded
+        first: from ``pretrained_checkpoint``, else from where the adapters found it.
 
         Raises:
             NoCheckpointError: there is no checkpoint.
             CheckpointMismatchError: the checkpoint belongs to another model, precision or data, or
-                to another order of the data.
+                to another order of the data, or its adapters to another base.
             CheckpointError: no checkpoint is valid.
         """
-        from megatron_packed.checkpoint.load import load_checkpoint
         from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 
-        assert options.load is not None
+        self.optimizer.buffers.wait_params()
+        part = HeldPart.WHOLE
+        if self.model.config.has_adapters:
+            part = self._part_in(options)
         # The load writes random states into these tensors. They are applied only after the whole
         # checkpoint has been verified.
         rng, resumes = RngState.capture(self._device), not options.finetune
         loads_optimizer = options.load_optim and resumes
         state = LoadedOptimizerState(self.model, self.optimizer) if loads_optimizer else None
-        self.optimizer.buffers.wait_params()
-        wanted = [held.shard for held in held_state(self.model)]
+        wanted = [held.shard for held in held_state(self.model, part=part)]
         if options.load_rng and resumes:
             wanted += self._rng_shards(rng)
 
         def refused(metadata: Metadata) -> str | None:
-            if not resumes:
-                return refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
-            problem = refusal_of_use(CheckpointUse.RESUME, self.run, metadata)
-            return problem or self.callback_states.refusal(metadata)
+            use = CheckpointUse.RESUME if resumes else CheckpointUse.FINE_TUNE
+            problem = refusal_of_use(use, self.run, metadata) or self._other_part(part, metadata)
+            return problem or (self.callback_states.refusal(metadata) if resumes else None)
 
         def more_wanted(manifest: Manifest) -> list[TensorShard]:
             of_optimizer = [] if state is None else state.wanted(manifest)
             return [*of_optimizer, *(self.callback_states.wanted(manifest) if resumes else ())]
 
         unwanted = ("rng/", "callback/", *(() if loads_optimizer else ("optimizer/",)))
-        show = self.show and self.groups.rank == 0
-        with ProgressBar("reading the checkpoint", 1, show) as bar:
-            loaded = load_checkpoint(
-                options.load,
-                wanted,
-                **vars(self._ranks),
-                step=options.ckpt_step,
-                allow_missing=("",) if options.allows_unexpected else ("rng/",),
-                allow_extra=("",) if options.allows_missing else unwanted,
-                accept=refused,
-                more_wanted=more_wanted,
-                warn=None if self.show else lambda line: None,
-                on_read=lambda done, total: bar.update(done, total=total),
-            )
+        loaded = self._read(options, wanted, unwanted, refused, more_wanted)
+        if part is HeldPart.BASE:
+            self.find_base(loaded.path)
         if state is None:
             # Masters still hold the start values, which the next step would copy over the weights.
             self.optimizer.reset_masters()
@@ -259,6 +274,88 @@ class RunState:
         if resumes:
             self._go_on(loaded, rng if options.load_rng else None)
         return loaded
+
+    def _read(
+        self,
+        options: CheckpointConfig,
+        wanted: Sequence[TensorShard],
+        unwanted: Sequence[str],
+        accept: Callable[[Metadata], str | None],
+        more_wanted: Callable[[Manifest], list[TensorShard]] | None = None,
+    ) -> LoadedCheckpoint:
+        """Fill tensors from ``options.load``, with a progress bar; see `load_checkpoint`."""
+        from megatron_packed.checkpoint.load import load_checkpoint
+
+        assert options.load is not None
+        show = self.show and self.groups.rank == 0
+        with ProgressBar("reading the checkpoint", 1, show) as bar:
+            return load_checkpoint(
+                options.load,
+                wanted,
+                **vars(self._ranks),
+                step=options.ckpt_step,
+                allow_missing=("",) if options.allows_unexpected else ("rng/",),
+                allow_extra=("",) if options.allows_missing else unwanted,
+                accept=accept,
+                more_wanted=more_wanted,
+                warn=None if self.show else lambda line: None,
+                on_read=lambda done, total: bar.update(done, total=total),
+            )
+
+    def _part_in(self, options: CheckpointConfig) -> HeldPart:
+        """Return the part of the model that ``options.load`` holds, in a run with adapters.
+
+        If it holds adapters, load their base first: that of ``pretrained_checkpoint``, else the base
+        that the adapters name. A base that is loaded already stays.
+        """
+        from megatron_packed.resume.adapters import base_folder, refusal_as_base, stored_base
+        from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
+
+        assert options.load is not None
+        stored = stored_base(options.load, options.ckpt_step, self._ranks)
+        if stored is None:
+            return HeldPart.BASE
+        if self.base is not None:
+            return HeldPart.ADAPTERS
+        folder = base_folder(options.load, stored, options.pretrained_checkpoint, self._ranks)
+        if folder is None:
+            self.find_base()
+            return HeldPart.ADAPTERS
+
+        def refused(metadata: Metadata) -> str | None:
+            as_base = refusal_as_base(metadata)
+            return as_base or refusal_of_use(CheckpointUse.FINE_TUNE, self.run, metadata)
+
+        wanted = [held.shard for held in held_state(self.model, part=HeldPart.BASE)]
+        unwanted = ("rng/", "callback/", "optimizer/")
+        whole = replace(options, load=folder, ckpt_step=None, pretrained_checkpoint=None)
+        self.find_base(self._read(whole, wanted, unwanted, refused).path)
+        return HeldPart.ADAPTERS
+
+    def of_adapters(self, options: CheckpointConfig) -> CheckpointConfig:
+        """Return the options that load ``load_adapter`` beside the weights that are loaded already.
+
+        Raises:
+            CheckpointMismatchError: the folder has no adapters.
+        """
+        from megatron_packed.resume.adapters import no_adapters, stored_base
+
+        folder = options.load_adapter
+        assert folder is not None
+        if stored_base(folder, ranks=self._ranks) is None:
+            raise no_adapters(folder)
+        return replace(options, load=folder, ckpt_step=None, begin_phase=None, finetune=True)
+
+    def _other_part(self, part: HeldPart, metadata: Metadata) -> str | None:
+        """Return why a checkpoint does not hold this part of a model, or belongs to another base."""
+        from megatron_packed.resume.adapters import base_refusal, refusal_as_base
+
+        if part is HeldPart.WHOLE:
+            return None
+        if part is HeldPart.BASE:
+            return refusal_as_base(metadata)
+        assert self.base is not None
+        return base_refusal(metadata, self.base)
 
     def _go_on(self, loaded: LoadedCheckpoint, rng: RngState | None) -> None:
         """Restore position, spike window and random states from a checkpoint.

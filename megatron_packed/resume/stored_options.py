@@ -13,8 +13,8 @@ from megatron_packed.config.sections.training import TrainingConfig
 
 
 def stored_options(options: Mapping[str, Any]) -> Stored | None:
-    """Return the configuration in the newest checkpoint of ``--load``, or of
-    ``--pretrained-checkpoint`` if there is none; see `stored_options.ReadStored`.
+    """Return the configuration in the newest checkpoint of ``--load``, or if there is none of
+    ``--pretrained-checkpoint`` or ``--load-adapter``; see `stored_options.ReadStored`.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
@@ -26,7 +26,7 @@ def stored_options(options: Mapping[str, Any]) -> Stored | None:
     from megatron_packed.checkpoint.load import find_checkpoints, newest_metadata
     from megatron_packed.checkpoint.run_metadata import FOLDER, found_paths, metadata_problem
 
-    for name in ("load", "pretrained_checkpoint"):
+    for name in ("load", "pretrained_checkpoint", "load_adapter"):
         folder = options.get(f"checkpoint.{name}")
         if folder is None:
             continue

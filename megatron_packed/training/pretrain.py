@@ -201,6 +201,10 @@ def _check_and_train(launch: Launch) -> ExitCode:
 
         check_same_flags(config, groups)
     check_kernels(config, groups.device)
+    if not any(config.checkpoint.starts):
+        from megatron_packed.resume.restore import refuse_random_base
+
+        refuse_random_base(config)
     launch.outputs.claim(config, groups)
     exit_code = _train(launch)
     barrier(groups)  # if another rank fails now, this rank ends here, too
@@ -307,7 +311,7 @@ def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:
         show=not console.silent,
         callbacks=launch.callbacks,
     )
-    if config.checkpoint.load is not None or config.checkpoint.pretrained_checkpoint is not None:
+    if any(config.checkpoint.starts) or config.model.has_adapters:
         from megatron_packed.resume.restore import restore
 
         restore(config, state, console.say, console.warn)

@@ -340,7 +340,8 @@ class TrainStep:
             self.numbers[self.metrics.numel() :].copy_(torch.cat(list(counts.values())))
             # A skipped step does not change expert biases. Otherwise a repeated step would change
             # them twice.
-            if self.model.config.moe_router_enable_expert_bias:
+            config = self.model.config
+            if config.moe_router_enable_expert_bias and config.balances_experts:
                 self.model.update_expert_bias(counts[ASSIGNED], skip=stats.skipped.bool())
         computed = {
             "grad_norm": stats.grad_norm,

@@ -85,6 +85,7 @@ class TrainedModel:
         step: Step = None,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         device: str = "auto",
+        base: str | os.PathLike[str] | None = None,
     ) -> TrainedModel:
         """Load the newest valid checkpoint of a run, of any parallel layout, on this process.
 
@@ -96,10 +97,13 @@ class TrainedModel:
                 takes the files that the run was given, at the same paths; a tokenizer that was
                 trained on the data is in the checkpoint.
             device: ``auto``, ``cpu`` or ``cuda``.
+            base: folder of the weights to which the adapters in ``folder`` belong; None takes the
+                folder from which their training loaded them.
         Raises:
             CheckpointError: there is no valid checkpoint.
             DataError: the tokenizer's files cannot be used.
-            ValueError: the device is missing, or the checkpoint names no tokenizer and none is given.
+            ValueError: the device is missing, the checkpoint names no tokenizer and none is given, or
+                ``base`` is given for whole weights.
         """
         metadata = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
         if metadata is None:
@@ -117,6 +121,11 @@ class TrainedModel:
                 "a tokenizer.json."
             )
         config = with_layers_of_this_machine(stored_run(stored, folder, step, device))
+        if base is not None:
+            if not config.model.has_adapters:
+                raise ValueError(f"{os.fspath(folder)} holds no adapters; leave base= out.")
+            options = replace(config.checkpoint, pretrained_checkpoint=os.fspath(base))
+            config = replace(config, checkpoint=options)
         where = inference_device(config)
         if tokenizer is None:
             used = build_tokenizer(config.data, config.model.vocab_size)

@@ -525,8 +525,10 @@ class Trainer:
 
     def _rng(self) -> RngState | None:
         """Return the random generators' state, if a step draws numbers and may be repeated."""
-        draws = self.model.config.hidden_dropout > 0 and self.model.bounds_expert_buffers
-        return RngState.capture(self.groups.device) if draws else None
+        config = self.model.config
+        draws = config.hidden_dropout > 0 or (config.has_adapters and config.lora_dropout > 0)
+        repeats = draws and self.model.bounds_expert_buffers
+        return RngState.capture(self.groups.device) if repeats else None
 
     @cached_property
     def bounds(self) -> ExpertBounds:

@@ -32,16 +32,22 @@ LAYOUTS = [
 ]
 
 
-def job_in(groups: ParallelGroups, way: Way) -> Job:
+def job_in(groups: ParallelGroups, way: Way, rank: int | None = None) -> Job:
+    """Return the job of a layout, with adapters of a rank."""
     config = config_of(way)
     changes = {"hybrid_layer_pattern": "MG*-E/*E/*E", "linear_num_key_heads": 4}
     changes |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    config = replace(config, model=replace(config.model, **changes))
+    config = replace(config, model=replace(config.model, **changes, lora_rank=rank))
     model = build_model(config, VOCAB, "cpu", groups).train()
     with torch.no_grad():
         for layer in model.moe_layers:
             # Enlarge differences between router scores, so that rounding changes no expert choice.
             layer.mixer.router.weight.mul_(4)
+        for name, sharded in model.sharded_parameters().items():
+            if name.endswith("lora.B"):
+                draw = torch.Generator().manual_seed(sum(map(ord, name)))
+                whole = torch.randn(sharded.stored_shape, generator=draw) * 0.02
+                sharded.parameter.copy_(sharded.shard.take(whole))
     return job_of_model(model, config, groups)
 
 
@@ -83,6 +89,22 @@ def both(groups: ParallelGroups, way: Way) -> tuple[list[list[int]], Tensor]:
     assert len(state) > 20 and [shard[:3] for shard in state] == [shard[:3] for shard in plain]
     assert all(same_bits(one[3], other[3]) for one, other in zip(state, plain))
     return answers, logits
+
+
+def adapted(groups: ParallelGroups, way: Way) -> Tensor:
+    """Return logits of a model with adapters."""
+    decoder = Decoder(job_in(groups, way, rank=2).model)
+    decoder.prefill(PROMPTS)
+    return decoder.step([3, 4, 5])
+
+
+@pytest.mark.parametrize("way", [LAYOUTS[0], LAYOUTS[1]], ids=str)
+def test_adapters_take_part_in_every_layout(way: Way, pools: WorkerPools) -> None:
+    layout = {"tp_size": way.tp, "ep_size": way.ep, "expert_tp_size": way.tp}
+    logits = adapted(ParallelGroups.single(), ALONE)
+    assert (logits - alone()[1]).abs().max() > 0.01
+    for found in pools.run(adapted, 2, way, layout=layout):
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from megatron_packed.resume.run_and_random_state import RunState
 from megatron_packed.training.build_job import Job, build_job
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import VOCAB, Way, config_of, mine, step_values
-from support.optimizer_states import everything_computed
+from support.optimizer_states import everything_computed, low_state, update
 from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, assert_same_bits
 
@@ -32,34 +31,6 @@ WAYS = [
     Way(2, cp_size=2, distributed_optimizer=True),
     Way(4, tp_size=2, ep_size=2, expert_tp_size=1, distributed_optimizer=True),
 ]
-
-
-def low_state(way: Way) -> RunConfig:
-    config = config_of(way, bf16=True)
-    return dataclasses.replace(
-        config,
-        optim=dataclasses.replace(
-            config.optim,
-            clip_grad=0.0,  # the sum of a norm has another order in each layout
-            use_precision_aware_optimizer=True,
-            exp_avg_dtype="bf16",
-            exp_avg_sq_dtype="bf16",
-        ),
-    )
-
-
-def update(job: Job, steps: range) -> None:
-    """Update with gradients that depend on the step and on the element of the unsplit parameter."""
-    for step in steps:
-        job.buffers.zero_grad()
-        for name, sharded in job.model.sharded_parameters().items():
-            seed = int(hashlib.sha256(f"{name} {step}".encode()).hexdigest()[:12], 16)
-            draw = torch.Generator().manual_seed(seed)
-            whole = torch.randn(sharded.stored_shape, generator=draw)
-            grads: Tensor = sharded.parameter.main_grad  # type: ignore[attr-defined]
-            grads.copy_(sharded.shard.take(sharded.shard.pad(whole)))
-        hold = torch.tensor(float(step % 3 == 1))
-        job.optimizer.step(1e-2, loss=torch.zeros(1), hold=hold)
 
 
 def state_of(job: Job, groups: ParallelGroups, way: Way) -> RunState:

@@ -15,7 +15,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import ModelFiles, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
-from megatron_packed.models.convert.weight_rows import weights_of
+from megatron_packed.models.convert.model_weights import weights_of
 from support.json_lines import read_json
 
 FIELDS: dict[str, Any] = {

@@ -1,8 +1,12 @@
 """Shards of parameters in a flat buffer with the numbers of their elements, and states of jobs."""
 
-import torch
-from torch import nn
+import dataclasses
+import hashlib
 
+import torch
+from torch import Tensor, nn
+
+from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.tensor_parallel_shards import (
     ExpertRange,
     Shard,
@@ -13,6 +17,7 @@ from megatron_packed.distributed.zero1_layout import BufferPart, ParamSlot, roun
 from megatron_packed.optim.stochastic_rounding import ElementNumbers
 from megatron_packed.resume.held_state import held_state
 from megatron_packed.training.build_job import Job
+from support.layouts import Way, config_of
 from support.whole_state import Shards
 
 
@@ -81,3 +86,33 @@ def everything_computed(job: Job) -> Shards:
         (shard.name, shard.global_shape, tuple(shard.extent), torch.cat([*shard.values()]))
         for shard in shards
     ]
+
+
+def low_state(way: Way) -> RunConfig:
+    config = config_of(way, bf16=True)
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(
+            config.optim,
+            clip_grad=0.0,  # the sum of a norm has another order in each layout
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype="bf16",
+            exp_avg_sq_dtype="bf16",
+        ),
+    )
+
+
+def update(job: Job, steps: range) -> None:
+    """Update with gradients that depend on the step and on the element of the unsplit parameter."""
+    for step in steps:
+        job.buffers.zero_grad()
+        for name, sharded in job.model.sharded_parameters().items():
+            if not sharded.parameter.requires_grad:
+                continue
+            seed = int(hashlib.sha256(f"{name} {step}".encode()).hexdigest()[:12], 16)
+            draw = torch.Generator().manual_seed(seed)
+            whole = torch.randn(sharded.stored_shape, generator=draw)
+            grads: Tensor = sharded.parameter.main_grad  # type: ignore[attr-defined]
+            grads.copy_(sharded.shard.take(sharded.shard.pad(whole)))
+        hold = torch.tensor(float(step % 3 == 1))
+        job.optimizer.step(1e-2, loss=torch.zeros(1), hold=hold)

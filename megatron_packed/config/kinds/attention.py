@@ -11,6 +11,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Exchanged,
     LayerKind,
     LayerPart,
+    Projection,
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
@@ -398,6 +399,15 @@ KIND = LayerKind(
         LayerPart("qkv_linear", "mixer.qkv"),
         LayerPart(CORE_ATTENTION, "mixer.core_attn", EVERYTHING),
         LayerPart("attn_proj", "mixer.proj"),
+    ),
+    projections=(
+        Projection(
+            "qkv",
+            "attention",
+            ("q_proj", "k_proj", "v_proj"),
+            ("linear_q", "linear_k", "linear_v"),
+        ),
+        Projection("proj", "attention", ("o_proj",)),
     ),
     example="--num-attention-heads 2 --kv-channels 128 --num-query-groups 1 "
     "--position-embedding-type rope",

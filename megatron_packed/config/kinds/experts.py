@@ -10,7 +10,9 @@ from megatron_packed.config.kinds.layer_kind import (
     ACTIVATION,
     LayerKind,
     LayerPart,
+    Projection,
     Shared,
+    gated_mlp,
 )
 from megatron_packed.config.options import Related, derived_option, option
 from megatron_packed.config.section import Sound
@@ -37,6 +39,10 @@ EXPERTS_ON_RANKS = Condition(
     lambda run, processes: run.parallel.expert_model_parallel_size != 1,
 )
 SHARED_EXPERT = option_given("model.moe_shared_expert_intermediate_size")
+BALANCES = Condition(
+    "adapters train without it; see --lora-keep-balancing",
+    lambda run, processes: run.model.balances_experts,
+)
 SAME_TOKENS = Condition(
     "tensor-parallel ranks dispatch different tokens",
     lambda run, processes: not run.parallel.splits_tokens_of_experts,
@@ -146,7 +152,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
         minimum=0,
         training_only=True,
-        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias")),
+        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias"), BALANCES),
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
@@ -160,14 +166,14 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
-        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
     )
     moe_aux_loss_per_document: bool = option(
         False,
         "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
         "the documents of a pack.",
         training_only=True,
-        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0)),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
         needs=Related("moe_router_load_balancing_type", value="seq_aux_loss"),
     )
     moe_router_force_load_balancing: bool = option(
@@ -183,7 +189,11 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "Weight of the auxiliary load-balancing loss.",
         minimum=0,
         training_only=True,
-        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_load_balancing_type", "none")),
+        only_if=(
+            EXPERT_LAYERS,
+            option_is_not("model.moe_router_load_balancing_type", "none"),
+            BALANCES,
+        ),
         zero_is_off=True,
     )
     moe_z_loss_coeff: float | None = option(
@@ -191,7 +201,7 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
         minimum=0,
         training_only=True,
-        only_if=EXPERT_LAYERS,
+        only_if=(EXPERT_LAYERS, BALANCES),
         zero_is_off=True,
     )
     moe_expert_capacity_factor: float | None = option(
@@ -269,6 +279,12 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         ),
     )
 
+    if TYPE_CHECKING:
+
+        @property
+        def balances_experts(self) -> bool:
+            """`LoraOptions.balances_experts`; both are bases of `ModelConfig`."""
+
     @property
     def routed_width(self) -> int:
         """Return the width of the rows that routed experts process: latent or hidden size."""
@@ -291,13 +307,15 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         return (
             self.moe_router_load_balancing_type == "global_aux_loss"
             and self.moe_aux_loss_coeff != 0
+            and self.balances_experts
             and self.num_experts is not None
         )
 
     @property
     def balances_documents(self) -> bool:
         """Return whether the load-balance loss is a mean over the documents of a pack."""
-        return self.moe_aux_loss_per_document and self.moe_aux_loss_coeff != 0
+        coeff = self.moe_aux_loss_coeff if self.balances_experts else 0.0
+        return self.moe_aux_loss_per_document and coeff != 0
 
     @property
     def dispatch_asks_the_device(self) -> bool:
@@ -462,6 +480,12 @@ KIND = LayerKind(
         LayerPart("expert_fc1", "mixer.experts.expert_fc1"),
         LayerPart(EXPERT_ACTIVATION, "mixer.experts.moe_act", ACTIVATION),
         LayerPart("expert_fc2", "mixer.experts.expert_fc2"),
+    ),
+    projections=(
+        *gated_mlp("experts.", "experts"),
+        *gated_mlp("shared_expert.", "shared-experts"),
+        Projection("fc1_latent_proj", "latent"),
+        Projection("fc2_latent_proj", "latent"),
     ),
     example="--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256",
 )

@@ -6,7 +6,13 @@ from typing import Any
 
 from megatron_packed.config.conditions import layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
-from megatron_packed.config.kinds.layer_kind import EVERYTHING, LayerKind, LayerPart, Shared
+from megatron_packed.config.kinds.layer_kind import (
+    EVERYTHING,
+    LayerKind,
+    LayerPart,
+    Projection,
+    Shared,
+)
 from megatron_packed.config.options import option
 from megatron_packed.config.section import KERNELS
 from megatron_packed.config.sections.model_parts.stack import StackOptions
@@ -113,5 +119,6 @@ KIND = LayerKind(
         LayerPart("gdn_scan", "mixer.scan", EVERYTHING),
         LayerPart("gdn_out_proj", "mixer.out_proj"),
     ),
+    projections=(Projection("in_proj", "gdn"), Projection("out_proj", "gdn")),
     example="--linear-num-key-heads 1 --linear-num-value-heads 2",
 )

@@ -75,6 +75,34 @@ class LayerPart:
             )
 
 
+@dataclass(frozen=True)
+class Projection:
+    """Weight of a mixer that may have an adapter (``--lora-rank``).
+
+    Args:
+        path: path of the module in the mixer, or of a parameter with the weights of all experts.
+        part: part of the model in ``--lora-target-modules``.
+        matrices: usual Hugging Face names of the matrices that its rows are, in order. If the rows
+            are one matrix, that has the last name. The module's name when empty.
+        canonical: names of these matrices in Megatron-Bridge, if it has other names than Megatron.
+    """
+
+    path: str
+    part: str
+    matrices: tuple[str, ...] = ()
+    canonical: tuple[str, ...] = ()
+
+
+def gated_mlp(path: str, part: str) -> tuple[Projection, ...]:
+    """Return the two projections of an MLP, whose first may have a gate."""
+    return (
+        Projection(
+            f"{path}fc1", part, ("gate_proj", "up_proj"), ("linear_fc1_gate", "linear_fc1_up")
+        ),
+        Projection(f"{path}fc2", part, ("down_proj",)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerKind:
     """Kind of layer: one symbol of the hybrid layer pattern.
@@ -109,6 +137,7 @@ class LayerKind:
             other tensors or none: the part itself, and for an activation the part that reads it.
         inside_norm: parts that save other tensors if the output of the norm is recomputed.
         parts: parts for ``--offload-modules``.
+        projections: weights that may have adapters, with their names in ``--lora-target-modules``.
         example: flags of a small layer with heads and states as wide as those of large models.
     """
 
@@ -138,6 +167,7 @@ class LayerKind:
     recomputed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     inside_norm: tuple[str, ...] = ()
     parts: tuple[LayerPart, ...] = ()
+    projections: tuple[Projection, ...] = ()
     example: str = ""
 
     def __post_init__(self) -> None:

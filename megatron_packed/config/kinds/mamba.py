@@ -12,6 +12,7 @@ from megatron_packed.config.kinds.layer_kind import (
     Exchanged,
     LayerKind,
     LayerPart,
+    Projection,
     Shared,
 )
 from megatron_packed.config.options import derived_option, option
@@ -194,5 +195,6 @@ KIND = LayerKind(
         LayerPart("mamba_scan", "mixer.scan", EVERYTHING),
         LayerPart("mamba_out_proj", "mixer.out_proj"),
     ),
+    projections=(Projection("in_proj", "mamba"), Projection("out_proj", "mamba")),
     example="--mamba-head-dim 64 --mamba-state-dim 128 --mamba-num-groups 1",
 )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_packed.config.kinds.layer_kind import ACTIVATION, LayerKind, LayerPart, Shared
+from megatron_packed.config.kinds.layer_kind import (
+    ACTIVATION,
+    LayerKind,
+    LayerPart,
+    Shared,
+    gated_mlp,
+)
 
 KIND = LayerKind(
     symbol="-",
@@ -21,5 +27,6 @@ KIND = LayerKind(
         LayerPart("mlp_act", "mixer.mlp_act", ACTIVATION),
         LayerPart("mlp_fc2", "mixer.fc2"),
     ),
+    projections=gated_mlp("", "mlp"),
     example="--ffn-hidden-size 512",
 )

@@ -27,7 +27,7 @@ from megatron_packed.config.launch_checks import (
 from megatron_packed.config.layer_pattern import DEPTH, LAYERS_OF_A_DEPTH, STAGE
 from megatron_packed.config.options import Field
 from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
-from megatron_packed.config.parser.precedence import GivenOptions, gather
+from megatron_packed.config.parser.precedence import ADAPTERS, GivenOptions, gather
 from megatron_packed.config.path_checks import path_problems
 from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
 from megatron_packed.config.section import problems_of, unchecked
@@ -232,17 +232,22 @@ def _resolve(
     read_stored: ReadStored | None = None,
     infers: bool = False,
 ) -> Parsed:
-    taken_options = ""
+    lines = []
     if infers:
         from megatron_packed.config.parser.stored_options import take_for_inference
 
         assert read_stored is not None
-        taken_options = take_for_inference(options, read_stored)
+        lines.append(take_for_inference(options, read_stored))
+    if not infers and read_stored is not None and ADAPTERS in options.values:
+        from megatron_packed.config.parser.stored_options import take_adapters
+
+        lines.append(take_adapters(options, read_stored))
     # Programs that never read the checkpoint of another machine ignore its options.
-    elif options.uses_checkpoint and (on_this_machine or read_stored is not None):
+    if not infers and options.uses_checkpoint and (on_this_machine or read_stored is not None):
         from megatron_packed.config.parser.stored_options import take_stored
 
-        taken_options = take_stored(options, read_stored, trains=launched)
+        lines.append(take_stored(options, read_stored, trains=launched))
+    taken_options = "; ".join(filter(None, lines))
     problems = list(options.problems)
     unsound = set(options.unsound)
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}

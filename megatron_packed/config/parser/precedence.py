@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # A higher level overrides a lower one. Within a level the last occurrence counts.
 FILE, ARGS_FILE, FLAG, KEYWORD = (1, 2, 3, 4)
 _SHOWN_CHARACTERS = 80
-STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
+ADAPTERS = "checkpoint.load_adapter"
+STARTS = ("checkpoint.load", "checkpoint.pretrained_checkpoint", ADAPTERS)
 """Options that name the directory of a checkpoint."""
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron_packed.config.errors import ConfigError, Problem
 from megatron_packed.config.options import Field, Stored
-from megatron_packed.config.parser.precedence import STARTS, GivenOptions
+from megatron_packed.config.parser.precedence import ADAPTERS, STARTS, GivenOptions
 from megatron_packed.config.run import STORED, every_field, keys_deciding, stored_values
 from megatron_packed.config.section import KERNELS, section_fields
 from megatron_packed.config.sections.data import OF_TRAINED_BPE, TRAINING_DATA
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.sections.model_parts.lora import keys_of_adapters
 from megatron_packed.config.sections.training import TrainingConfig
 from megatron_packed.config.serialise import as_flag, as_given
 from megatron_packed.config.value_checks import MISSING
@@ -48,7 +49,13 @@ _OF_INFERENCE = {
         *(field.name for field in section_fields(TrainingConfig) if field.option.group == KERNELS),
     },
     "packing": {"seq_length", "max_document_length"},
-    "checkpoint": {"load", "ckpt_step", "use_checkpoint_args"},
+    "checkpoint": {
+        "load",
+        "ckpt_step",
+        "use_checkpoint_args",
+        "load_adapter",
+        "pretrained_checkpoint",
+    },
     "data": {
         *(key.removeprefix("data.") for key in (*TOKENIZER_CHOICE, *keys_deciding("chat"))),
         *_OF_PROMPTS,
@@ -94,6 +101,26 @@ def take_stored(options: GivenOptions, read: ReadStored | None, *, trains: bool)
     if stored and trains:
         options.problems += _precision_problem(options, stored)
     return _taken(options, _chosen(options, stored, trains=trains), f" ({_FLAG})")
+
+
+def take_adapters(options: GivenOptions, read: ReadStored) -> str:
+    """Take the options of the adapters in ``--load-adapter`` that are not given.
+
+    Args:
+        options: those of the command line.
+        read: reads a checkpoint.
+    Returns:
+        A line with the options of the adapters; empty if none is taken.
+    """
+    others = {key: value for key, value in options.values.items() if key != "checkpoint.ckpt_step"}
+    try:
+        stored = read({**others, "checkpoint.load": options.values[ADAPTERS]})
+    except ConfigError as error:
+        options.problems += error.problems
+        return ""
+    keys = {*keys_of_adapters()} - options.values.keys() - options.unsound
+    taken = [(field, value) for field, value in stored_values(stored or {}) if field.key in keys]
+    return _taken(options, iter(taken), " (--load-adapter)")
 
 
 def take_for_inference(options: GivenOptions, read: ReadStored) -> str:

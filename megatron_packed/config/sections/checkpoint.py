@@ -19,8 +19,7 @@ PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def _loads_weights(run: RunConfig, processes: int) -> bool:
-    options = run.checkpoint
-    return options.load is not None or options.pretrained_checkpoint is not None
+    return any(run.checkpoint.starts)
 
 
 SAVES, LOADS = option_given("checkpoint.save"), option_given("checkpoint.load")
@@ -158,9 +157,17 @@ class CheckpointConfig(Section, title="checkpoint"):
     pretrained_checkpoint: str | None = option(
         None,
         "Directory whose newest valid checkpoint provides the initial weights. The same command "
-        "resumes from --load as soon as the run itself has a checkpoint there.",
+        "resumes from --load as soon as the run itself has a checkpoint there. For adapters in "
+        "--load, it is the directory of their base.",
         path="input_directory",
         excludes=Related("finetune", "it loads the weights of --load"),
+    )
+    load_adapter: str | None = option(
+        None,
+        "Directory whose newest valid checkpoint provides the initial adapters (LoRA). Their base "
+        "is in --load or --pretrained-checkpoint, or where they found it. LoRA options that are "
+        "not given come from it.",
+        path="input_directory",
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
@@ -182,6 +189,16 @@ class CheckpointConfig(Section, title="checkpoint"):
         ),
         only_if=LOADS_WEIGHTS,
     )
+
+    @property
+    def answers_with(self) -> tuple[str | None, int | Literal["best"] | None]:
+        """Folder and step of the checkpoint whose options and files text generation uses."""
+        return (self.load_adapter, None) if self.load_adapter else (self.load, self.ckpt_step)
+
+    @property
+    def starts(self) -> tuple[str | None, ...]:
+        """Return the folders that may provide initial weights or adapters."""
+        return (self.load, self.pretrained_checkpoint, self.load_adapter)
 
     @property
     def saves_where_it_loads(self) -> bool:

@@ -7,6 +7,7 @@ from megatron_packed.config.exchanged_heads import exchanges_of_run
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
+from megatron_packed.config.sections.model_parts.lora import APART
 
 AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
 
@@ -48,6 +49,10 @@ SEQUENCE_PARALLEL_LINEAR = (
     Condition(
         "layers of TransformerEngine run their collectives themselves",
         lambda run, processes: run.training.transformer_impl != TRANSFORMER_ENGINE,
+    ),
+    Condition(
+        APART,
+        lambda run, processes: not run.model.adapts_all_projections,
     ),
 )
 OVERLAPS = (*SEQUENCE_PARALLEL_LINEAR, option_given("parallel.tp_comm_overlap"))

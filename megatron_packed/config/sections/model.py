@@ -11,6 +11,7 @@ from megatron_packed.config.layer_pattern import DEPTH, pattern_problems
 from megatron_packed.config.options import derived_option, option, required_option
 from megatron_packed.config.section import Section, Sound, section_fields
 from megatron_packed.config.sections.kind_options import KindModelOptions
+from megatron_packed.config.sections.model_parts.lora import LoraOptions
 from megatron_packed.config.sections.model_parts.stack import STACK
 
 OUTPUT = "embedding and output"
@@ -72,6 +73,7 @@ class MultiTokenOptions(Section, group=MULTI_TOKEN):
 
 
 class ModelConfig(  # dataclass fields follow the bases from right to left
+    LoraOptions,
     MultiTokenOptions,
     MultiplierOptions,
     KindModelOptions,
@@ -148,6 +150,7 @@ class ModelConfig(  # dataclass fields follow the bases from right to left
             yield from pattern_problems(self.hybrid_layer_pattern)
             if sound("mtp_num_layers"):
                 yield from self._depth_rules(self.mtp_depths)
+        yield from self.adapter_rules(self, sound)
         for kind in KINDS.values():
             if pattern_sound and kind not in self.kinds:
                 yield from self._refused(kind)

@@ -64,7 +64,7 @@ def _coupled(config: ModelConfig) -> list[str]:
             f"{flags.MOE_EXPERT_CAPACITY_FACTOR} {factor:g} (documents compete for the capacity of an expert)"
         )
     per_pack = config.moe_router_load_balancing_type != "none" and not config.balances_documents
-    if per_pack and config.moe_aux_loss_coeff:
+    if per_pack and config.moe_aux_loss_coeff and config.balances_experts:
         shared_tokens = "step" if config.balances_all_ranks else "pack"
         couplings.append(
             f"{flags.MOE_AUX_LOSS_COEFF} {config.moe_aux_loss_coeff:g} (a loss over all tokens of a {shared_tokens})"

@@ -94,6 +94,19 @@ class MegatronNames:
     without: tuple[str, ...] = ()
     """Options of the kind that Megatron does not have; only their defaults can be exported."""
 
+    def possible(self, inside: str) -> list[str]:
+        """Return the possible names in a layer there of the parameter ``inside`` of a layer here."""
+        beginning = max((module for module in self.modules if inside.startswith(module)), key=len)
+        return [their + inside.removeprefix(beginning) for their in self.modules[beginning]]
+
+
+def hybrid_layer_name(config: ModelConfig, layer: int) -> str:
+    """Return the beginning of a layer's names in hybrid checkpoints of megatron-core."""
+    depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
+    if depth:
+        return f"mtp.layers.{depth - 1}.mtp_model_layer.layers.{place}"
+    return f"decoder.layers.{place}"
+
 
 NO_STATE = lazy_function("megatron_packed.layers.decoding.state", "NoState")
 """State of a mixer that processes each token independently."""

@@ -89,7 +89,8 @@ def auxiliary_loss(
 
 def has_auxiliary_loss(config: ModelConfig) -> bool:
     """Return True if a model's `auxiliary_loss` has a term; without one it is 0."""
-    return _balances_packs(config) or bool(config.moe_z_loss_coeff)
+    has_term = _balances_packs(config) or bool(config.moe_z_loss_coeff)
+    return has_term and config.balances_experts
 
 
 def _balances_packs(config: ModelConfig) -> bool:

@@ -32,7 +32,13 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import set_expert_shard
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
-from megatron_packed.layers.joined import ROWS_EXCHANGED, NamedCall, joined_residual, observation
+from megatron_packed.layers.joined import (
+    ADAPTED,
+    ROWS_EXCHANGED,
+    NamedCall,
+    joined_residual,
+    observation,
+)
 from megatron_packed.layers.linear import Linear
 from megatron_packed.layers.mlp import MLP, inner_segments
 from megatron_packed.layers.moe.aux_loss import (
@@ -44,6 +50,7 @@ from megatron_packed.layers.moe.aux_loss import (
 from megatron_packed.layers.moe.capacity import NOWHERE, drop_beyond_capacity, expert_capacity
 from megatron_packed.layers.moe.dispatcher import Dispatcher, LocalDispatcher
 from megatron_packed.layers.moe.global_balance import Balance
+from megatron_packed.layers.moe.lora import ExpertLora, step_of
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.layers.moe.router import Router, Routing, chosen_experts
 from megatron_packed.ops.activation.api import Kind
@@ -149,6 +156,9 @@ class GroupedExperts(nn.Module):
         fc2 = columns.local_shape((num_experts, hidden_size, inner_size))
         self.fc1 = set_expert_shard(build.new_parameter(*fc1), rows)
         self.fc2 = set_expert_shard(build.new_parameter(*fc2), columns)
+        self.fc1_lora: ExpertLora | None = None
+        """Adapters of ``fc1``; `models.lora` adds them, and those of ``fc2``."""
+        self.fc2_lora: ExpertLora | None = None
         self.expert_fc1 = NamedCall()
         self.moe_act = NamedCall()
         self.expert_fc2 = NamedCall()
@@ -173,15 +183,19 @@ class GroupedExperts(nn.Module):
         )
         if (run := grouped_mlp.joined_function(backend)) is not None:
             return run(x_RD, self.fc1, self.fc2, offsets_E)
-        hidden_RF = self.expert_fc1(backend.fc1, x_RD, self.fc1, offsets_E)
+        fc1 = step_of(backend, "fc1", self.fc1_lora)
+        fc2 = step_of(backend, "fc2", self.fc2_lora)
+        hidden_RF = self.expert_fc1(fc1, x_RD, self.fc1, offsets_E)
         hidden_RF = self.moe_act(backend.activate, hidden_RF, self.kind)
-        y_RD: Tensor = self.expert_fc2(backend.fc2, hidden_RF, self.fc2, offsets_E)
+        y_RD: Tensor = self.expert_fc2(fc2, hidden_RF, self.fc2, offsets_E)
         return y_RD
 
     def _reason_apart(self, device_type: str) -> str:
         """Return the reason why the steps must be separate calls; empty if there is none."""
         if (self.kind, planned_type(device_type)) not in grouped_mlp.WITH_JOINED:
             return ""
+        if self.fc1_lora is not None or self.fc2_lora is not None:
+            return ADAPTED
         return observation(self.expert_fc1, self.moe_act, self.expert_fc2)
 
 

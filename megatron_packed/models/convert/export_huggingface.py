@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.checkpoint.load import newest_checkpoint
-from megatron_packed.checkpoint.manifest import Manifest, read_manifest
+from megatron_packed.checkpoint.manifest import Manifest
 from megatron_packed.checkpoint.original_facts import GENERATION_CONFIG
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES
 from megatron_packed.config import flag_names as flags
@@ -48,6 +47,8 @@ from megatron_packed.models.convert.huggingface_files import (
     write_files,
 )
 from megatron_packed.models.convert.import_huggingface import CONFIG, TOKENIZER, OnProgress, silent
+from megatron_packed.models.convert.model_weights import weights_of
+from megatron_packed.models.convert.stored_weights import WeightSource, weights_in
 from megatron_packed.models.convert.trained_config import (
     TrainedOptions,
     config_fields,
@@ -56,7 +57,7 @@ from megatron_packed.models.convert.trained_config import (
     json_text,
     zero_parameters,
 )
-from megatron_packed.models.convert.weight_rows import Weight, weights_of
+from megatron_packed.models.convert.weight_rows import Weight
 
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -95,7 +96,7 @@ class Converted(NamedTuple):
 
 
 def to_huggingface(
-    checkpoint: Path,
+    checkpoint: Path | WeightSource,
     directory: Path,
     config: Path,
     *,
@@ -113,7 +114,8 @@ def to_huggingface(
     memory: twice the largest tensor of the checkpoint.
 
     Args:
-        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported;
+            or other weights.
         config: the config.json of the model that the checkpoint was made from.
         base: directory of the original. Its tensors that are not part of the text model are copied.
         replaced: names of files beside the weights that differ from the original, and the text of
@@ -125,20 +127,19 @@ def to_huggingface(
     check_new(directory)
     fields = read_config(config)
     model_of(fields, config, ignored)
-    source = newest_checkpoint(checkpoint)
-    manifest = read_manifest(source)
+    source = weights_in(checkpoint)
+    manifest = source.manifest
     family, model = model_of(fields, config, ignored, depths=_depths(manifest))
-    bf16 = _check_configuration(manifest, model, source)
+    bf16 = _check_configuration(manifest, model, source.path)
     dtype = torch.bfloat16 if bf16 else torch.float32
     originals, files = base or config.parent, None
     if base is not None or any(os.path.lexists(originals / name) for name in (SINGLE, INDEX)):
         files, weights = open_weights(originals, family, model, dtype)
     else:
         weights = weights_of(family, model, dtype)
-    _check(manifest, weights, source)
+    _check(manifest, weights, source.path)
     exported = ExportedTensors(
         source,
-        manifest,
         weights,
         on_progress,
         files.dtypes if files else {},
@@ -174,7 +175,7 @@ def _patterns_aside(family: Family, model: ModelConfig, fields: Fields) -> Itera
 
 
 def trained_to_huggingface(
-    checkpoint: Path,
+    checkpoint: Path | WeightSource,
     directory: Path,
     trained: TrainedOptions,
     *,
@@ -189,7 +190,8 @@ def trained_to_huggingface(
     dtypes of the checkpoint. ``directory`` appears only after all files are written.
 
     Args:
-        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported.
+        checkpoint: one checkpoint, or a directory of checkpoints, of which the newest is exported;
+            or other weights.
         family: name of the family; None takes the first family that can hold the model.
         tokenizer_files: names of further files, and the text of each or the file to copy.
     Returns:
@@ -200,15 +202,18 @@ def trained_to_huggingface(
     """
     check_new(directory)
     chosen, model = family_for(trained.model, family)
-    source = newest_checkpoint(checkpoint)
-    manifest = read_manifest(source)
+    source = weights_in(checkpoint)
     weights = weights_of(chosen, model, torch.bfloat16 if trained.bf16 else torch.float32)
     endings = zero_parameters(trained.model, model)
     zeros = [name for name in weights if name.endswith(endings)] if endings else []
-    _check(manifest, {name: w for name, w in weights.items() if name not in zeros}, source)
+    _check(
+        source.manifest,
+        {name: w for name, w in weights.items() if name not in zeros},
+        source.path,
+    )
     tied = not model.untie_embeddings_and_output_weights
     copies = {chosen.outside[TABLE]: chosen.outside[OUTPUT]} if tied and chosen.unties else {}
-    exported = ExportedTensors(source, manifest, weights, on_progress, copies=copies, zeros=zeros)
+    exported = ExportedTensors(source, weights, on_progress, copies=copies, zeros=zeros)
     texts: dict[str, str | Path] = {
         CONFIG: json_text(config_fields(chosen, model, trained)),
         GENERATION_CONFIG: json_text(generation_fields(trained)),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_packed.checkpoint.manifest import Manifest
-from megatron_packed.checkpoint.read_tensors import read_tensor
 from megatron_packed.models.convert.huggingface_files import ModelFiles
 from megatron_packed.models.convert.import_huggingface import OnProgress
+from megatron_packed.models.convert.stored_weights import WeightSource
 from megatron_packed.models.convert.weight_rows import Shape, Weight
 
 
@@ -25,8 +23,7 @@ class ExportedTensors:
     stays in memory until a Hugging Face tensor of another one is requested.
     """
 
-    directory: Path
-    manifest: Manifest
+    source: WeightSource
     weights: Mapping[str, Weight]
     on_progress: OnProgress
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -74,7 +71,7 @@ class ExportedTensors:
     def _read(self, weight: Weight) -> Tensor:
         if weight.name in self.zeros:
             return torch.zeros(weight.shape, dtype=weight.dtype)
-        return read_tensor(self.directory, f"model/{weight.name}", self.manifest)
+        return self.source.read(f"model/{weight.name}")
 
     def listed(self) -> list[tuple[str, torch.dtype, Shape]]:
         """Return name, dtype and shape of each Hugging Face tensor, in the order of the files."""

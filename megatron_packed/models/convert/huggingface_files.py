@@ -26,10 +26,13 @@ from megatron_packed.checkpoint.sealed_json import open_plain_file, parse_object
 from megatron_packed.checkpoint.tensor_shard import DTYPE_NAMES, byte_view
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE, Family
+from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.tensor_mismatch import QUANTISED_CURE, check_tensors, some
-from megatron_packed.models.convert.weight_rows import Shape, Weight, weights_of
+from megatron_packed.models.convert.weight_rows import Shape, Weight
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_INDEX_ENDING = ".index.json"
+SINGLE = "model.safetensors"
+INDEX = SINGLE + _INDEX_ENDING
 MAX_INDEX_BYTES = 64 << 20
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
@@ -51,21 +54,24 @@ class ModelFiles:
     The constructor reads the headers; `read` reads a tensor. Files may be symbolic links, as in the
     cache of the hub. The index may only name files of the directory itself.
 
+    Args:
+        single: name of a single file; that of the index is ``single`` and ``.index.json``.
+
     Raises:
         CheckpointError: the directory has no weights, the index is wrong or names a file outside
             the directory, or a file is damaged or truncated.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
         self.places: dict[str, _StoredTensor] = {}
         self.aside: dict[str, _StoredTensor] = {}
         self.copies: dict[str, str] = {}
-        index, single = directory / INDEX, directory / SINGLE
-        if os.path.lexists(index) == os.path.lexists(single):
-            raise _no_weights(directory, both=os.path.lexists(index))
+        index, file = directory / f"{single}{_INDEX_ENDING}", directory / single
+        if os.path.lexists(index) == os.path.lexists(file):
+            raise _no_weights(directory, single, both=os.path.lexists(index))
         listed = _read_index(index) if os.path.lexists(index) else None
         for path in (
-            [single] if listed is None else sorted({directory / name for name in listed.values()})
+            [file] if listed is None else sorted({directory / name for name in listed.values()})
         ):
             for place in _read_places(path):
                 self._add(place, listed, index)
@@ -163,7 +169,7 @@ def open_weights(
     return files, weights
 
 
-def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
+def _no_weights(directory: Path, single: str, *, both: bool) -> CheckpointError:
     present, cure = "neither", "download the weights as safetensors"
     pickles = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")
@@ -176,7 +182,11 @@ def _no_weights(directory: Path, *, both: bool) -> CheckpointError:
             "model as safetensors"
         )
     return CheckpointError(
-        "no weights", path=directory, expected=f"{SINGLE} or {INDEX}", found=present, cure=cure
+        "no weights",
+        path=directory,
+        expected=f"{single} or {single}{_INDEX_ENDING}",
+        found=present,
+        cure=cure,
     )
 
 
@@ -238,7 +248,7 @@ def write_files(
     total = 0
     for number, content in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        total += _write_file(directory / name, content, value)
+        total += write_safetensors(directory / name, content, value)
         weight_map |= {tensor[0]: name for tensor in content}
     if len(files) > 1:
         text = json.dumps(
@@ -248,7 +258,7 @@ def write_files(
         (directory / INDEX).write_text(text + "\n")
 
 
-def _write_file(
+def write_safetensors(
     path: Path, content: Sequence[tuple[str, torch.dtype, Shape]], value: Callable[[str], Tensor]
 ) -> int:
     """Write one file; return the bytes of its tensors."""

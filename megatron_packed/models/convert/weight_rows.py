@@ -26,7 +26,6 @@ from megatron_packed.models.convert.families.family import (
     Tensors,
 )
 from megatron_packed.models.convert.row_maps import Move, Part, interleaved
-from megatron_packed.models.hybrid_model import HybridModel
 
 Shape = tuple[int, ...]
 
@@ -84,54 +83,40 @@ class Weight:
         return tensor.view(-1, self._width)
 
 
-def model_on_meta(config: ModelConfig, dtype: torch.dtype) -> HybridModel:
-    """Return the model without memory for its tensors.
+def parts_of(
+    name: str,
+    shape: Shape,
+    family: Family,
+    config: ModelConfig,
+    files: Mapping[str, Shape] = {},
+) -> tuple[HuggingFaceTensor, ...]:
+    """Return the Hugging Face tensors of one model tensor.
 
     Args:
+        shape: shape of the model tensor.
         config: the model; its ``vocab_size`` must be set.
-        dtype: dtype of the model; parameters that training keeps in float32 are float32 anyway.
-    """
-    assert config.vocab_size is not None
-    return HybridModel(
-        config, vocab_size=config.vocab_size, max_positions=2, device="meta", dtype=dtype
-    )
-
-
-def stored_tensors(model: HybridModel) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint of ``model`` by name.
-
-    A tensor that depths of multi-token prediction share has the name of the first depth.
-    """
-    tensors = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
-
-
-def weights_of(
-    family: Family, config: ModelConfig, dtype: torch.dtype, files: Mapping[str, Shape] = {}
-) -> dict[str, Weight]:
-    """Return every model tensor by name, in the order of the model; allocates no tensor memory.
-
-    Args:
-        config, dtype: see `model_on_meta`.
-        files: shape of each Hugging Face tensor by name. It decides between the names that a family
-            has for one parameter; without files the family's first names are used.
+        files: see `model_weights.weights_of`.
     """
     table = family.outside[TABLE]
     prefixes = [
         candidate for candidate in family.prefixes if table.replace("{model}", candidate) in files
     ]
     prefix = (prefixes or family.prefixes)[0]
-    weights = {}
-    for name, tensor in stored_tensors(model_on_meta(config, dtype)).items():
-        where, entry = _entry(name, family, config)
-        parts = _parts(
-            name, tuple(tensor.shape), entry, config, where.replace("{model}", prefix), files
-        )
-        weights[name] = Weight(
-            name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts
-        )
-    return weights
+    where, entry = _entry(name, family, config)
+    return _parts(name, shape, entry, config, where.replace("{model}", prefix), files)
+
+
+def layer_prefix(name: str, family: Family, config: ModelConfig) -> str:
+    """Return the prefix that the first names of a family have for a tensor of a layer."""
+    return _entry(name, family, config)[0].replace("{model}", family.prefixes[0])
+
+
+def loaded_path(name: str, family: Family) -> str:
+    """Return the path in a model of transformers of a tensor of its files."""
+    path = name.removesuffix(".weight")
+    for spelled, loaded in family.loaded.items():
+        path = f"{path}.".replace(spelled, loaded).removesuffix(".")
+    return path
 
 
 def _entry(name: str, family: Family, config: ModelConfig) -> tuple[str, Entry]:

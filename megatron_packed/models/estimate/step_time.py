@@ -27,9 +27,9 @@ from megatron_packed.models.estimate.gpu_rates import GpuRates
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, Work
 from megatron_packed.models.estimate.traced_work import (
     ELEMENTWISE,
+    GROUPED,
     LOSS_PRODUCT,
     PRODUCT,
-    SECOND_GROUPED,
     Calls,
     TracedKernel,
 )
@@ -126,6 +126,7 @@ class KernelTimes:
         routed = [call.shape[0] for call in self._calls if call.name == "router_logits"]
         # Buffers of experts have room for more rows than balanced experts get.
         self._expert_rows = max(routed, default=0) * (config.model.moe_router_topk or 0)
+        self._adapters = config.model.has_adapters
 
     def total(self) -> float:
         """Return the seconds of all kernels, one after the other."""
@@ -151,7 +152,7 @@ class KernelTimes:
         if call.name == ELEMENTWISE:
             moved = call.shape[0] / rates.copy_bytes + rates.kernel
             return moved, moved
-        if call.name in ("grouped_mlp", SECOND_GROUPED):
+        if call.name in GROUPED:
             return self._grouped(call)
         if call.name == "router_logits":
             rows, experts = call.shape
@@ -174,11 +175,17 @@ class KernelTimes:
 
     def _grouped(self, call: TracedKernel) -> tuple[float, float]:
         rates, inputs = self._rates, call.inputs
-        rows, width = min(call.shape[0], self._expert_rows), call.shape[1]
-        inner = inputs.channels if call.name == "grouped_mlp" else inputs.hidden_out
+        rows, width, inner = min(call.shape[0], self._expert_rows), call.shape[1], call.inner
         product = 2 * rows * width * inner / rates.grouped_flops + rates.kernel
         weights = inputs.experts * width * inner
         forward = product + weights * _BF16 / rates.copy_bytes
+        of_experts = ((inputs.hidden_in, inputs.channels), (inputs.channels, inputs.hidden_out))
+        if self._adapters and (width, inner) in of_experts:
+            return forward, 2 * forward  # the weights are frozen
+        if self._adapters:
+            # A factor of an adapter is so small that the rows decide.
+            forward += rows * (width + inner) * _BF16 / rates.copy_bytes
+            return forward, 3 * forward
         # The gradient of the input reads the weights, and that of the weights reads and writes sums.
         backward = 2 * product + weights * (_BF16 + 2 * _FP32) / rates.copy_bytes
         return forward, forward + backward

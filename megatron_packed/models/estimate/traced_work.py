@@ -22,6 +22,8 @@ from megatron_packed.torch_private import current_graph_task_id, tree_leaves
 
 PRODUCT, LOSS_PRODUCT, ELEMENTWISE = "product", "product of the loss", "elementwise"
 SECOND_GROUPED = "second grouped product"
+GROUPED = ("grouped_mlp", SECOND_GROUPED)
+"""Names of the products of experts."""
 _PRODUCTS = {"mm": PRODUCT, "addmm": PRODUCT, "bmm": PRODUCT}
 
 
@@ -40,6 +42,8 @@ class TracedKernel(NamedTuple):
     """Inputs, hashable, of the request to the op."""
     frozen: bool = False
     """True for a product with a weight that gets no gradient."""
+    inner: int = 0
+    """Columns of the rows that a grouped product of experts reads."""
 
 
 Call = TracedKernel | PlannedExchange
@@ -74,7 +78,13 @@ class TracedWork:
                 products = self._inputs.get("grouped_mlp")
                 if op == "activation" and products and not asked:
                     op, self._inputs[SECOND_GROUPED] = SECOND_GROUPED, products
-                self._add(op, tuple(result.shape), result.itemsize, inputs=self._inputs.get(op))
+                self._add(
+                    op,
+                    tuple(result.shape),
+                    result.itemsize,
+                    inputs=self._inputs.get(op),
+                    inner=args[0].shape[-1] if op in GROUPED else 0,
+                )
         elif name in _PRODUCTS:
             left, right = args[-2:]
             sizes = (left.shape[0], right.shape[1], left.shape[1])
@@ -93,9 +103,10 @@ class TracedWork:
         *,
         inputs: Hashable = None,
         frozen: bool = False,
+        inner: int = 0,
     ) -> None:
         forward = current_graph_task_id() == -1
-        self.calls[TracedKernel(name, shape, forward, itemsize, inputs, frozen)] += 1
+        self.calls[TracedKernel(name, shape, forward, itemsize, inputs, frozen, inner)] += 1
 
     def _sees_request(self, op: str) -> bool:
         """Return whether there was a request to the op since the last request that was seen."""

@@ -178,6 +178,28 @@ CASES = {
         "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap "
         "--transformer-impl transformer_engine --bf16"
     ): {"layers of TransformerEngine run their collectives themselves": "tp_comm_overlap"},
+    (
+        "^2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --lora-rank 4 "
+        "--lora-keep-balancing"
+    ): {
+        "projections with adapters run their collectives apart": "tp_comm_overlap",
+        "the pattern has no E layer": "lora_keep_balancing",
+    },
+    "--valid-data-path valid.jsonl --skip-train --eval-interval 1 --lora-rank 4 --lora-dropout 0.1": {
+        "--skip-train runs no training step": "lora_dropout"
+    },
+    "--lora-alpha 16 --lora-rslora --lora-target-modules attention": {
+        "--lora-rank is not given": "lora_alpha lora_rslora lora_target_modules"
+    },
+    (
+        f"{MOE} ~--num-attention-heads --lora-rank 4 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.01 --moe-z-loss-coeff 0.1"
+    ): {
+        "adapters train without it": "moe_aux_loss_coeff moe_router_bias_update_rate moe_z_loss_coeff"
+    },
+    f"{MOE} ~--num-attention-heads --lora-rank 4 --moe-aux-loss-coeff 0.01 --lora-keep-balancing": {},
+    "--lora-rank 4 --lora-dropout 0.1 --lora-modules-to-save embedding.*": {},
     "--keep-pieces-without-targets": {"--sft is not given": "keep_pieces_without_targets"},
     "--sft --keep-pieces-without-targets": {},
     "--no-mmap-bin-files --tiktoken-pattern v1 --tiktoken-num-special-tokens 900 --tokenizer-vocab-size 900": {
@@ -361,7 +383,7 @@ ALWAYS_EFFECTIVE = {
     "device transformer_impl require_fast_kernels",
     "cuda_graph": "cuda_graph_impl",
     "memory": "recompute_granularity offload_layer_inputs fine_grained_activation_offloading",
-    "checkpoint": "save load ckpt_step finetune begin_phase pretrained_checkpoint",
+    "checkpoint": "save load ckpt_step finetune begin_phase pretrained_checkpoint load_adapter",
     "logging": "brief_start log_progress log_jsonl tensorboard_dir report sample_prompts wandb_project "
     "mlflow_experiment",
     "profiling": "record_memory_history",

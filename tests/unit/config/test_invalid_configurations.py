@@ -44,6 +44,15 @@ INVALID = {
     "--mamba-head-dim 48": "512",
     "--num-query-groups 3": "1, 2, 4",
     "--group-query-attention": "--num-query-groups",
+    "--lora-rank 0": ">= 1",
+    "--lora-rank 4 --lora-target-modules gdn": "the pattern has no gated delta net layer (G)",
+    ("^2 --tensor-model-parallel-size 2 --sequence-parallel --lora-rank 4 --lora-dropout 0.1"): {
+        "--lora-dropout": "the same mask on all tensor-parallel ranks"
+    },
+    (
+        f"^2 {MOE} ~--num-attention-heads --tensor-model-parallel-size 2 --moe-latent-size 8 "
+        "--expert-tensor-parallel-size 1 --lora-rank 4 --lora-dropout 0.1"
+    ): {"--lora-dropout": "--moe-latent-size"},
     "--num-layers 4": "length",
     "~--hybrid-layer-pattern --num-layers 2": {
         "--hybrid-layer-pattern": "required",
@@ -567,6 +576,7 @@ def outcome(argv: list[str], world_size: int | None = None) -> Any:
             "multiple of 8 up to 128 channels, not of 192",
             "--attention-backend",
         ),
+        ("--bf16 --lora-rank 4", True, "no layers with adapters (--lora-rank)", "give local"),
         ("--bf16 --kv-channels 36", True, "not of 36", "another --attention-backend"),
         ("--bf16 --kv-channels 192 --attention-backend flash_attn_2", True, "", ""),
         ("--bf16 --kv-channels 192 --hybrid-layer-pattern M-", True, "", ""),

@@ -49,7 +49,13 @@ def test_every_flag_is_answered_by_its_entry() -> None:
         ("--torch_dtype bfloat16", "give --bf16"),
         ("--gradient_checkpointing False", "leave it out"),
         ("--ddp_timeout 90", "give --distributed-timeout-minutes 2"),
-        ("--lora_r 8", "leave it out; `megatron-packed plan` estimates the memory"),
+        ("--lora_r 8", "give --lora-rank 8"),
+        ("--adapter lora", "give --lora-rank N, and --lora-alpha"),
+        ("--finetuning_type full", "leave it out"),
+        ("--target_modules ['q_proj','v_proj']", "give --lora-target-modules q_proj v_proj"),
+        ("--lora_target q_proj,v_proj", "give --lora-target-modules q_proj v_proj"),
+        ("--use_dora", "leave it out, or give --lora-rslora"),
+        ("--use_rslora false", "leave it out"),
         ("--output_dir", "give --save DIR"),
         ("--dataset_name org/name", "give --data-path hf://datasets/org/name"),
         (
@@ -80,6 +86,9 @@ def test_keys_of_a_file_have_the_same_answers(tmp_path) -> None:
     assert sorted((p.option, p.cure) for p in problems) == [
         (f"{path}:1 num_epochs", "give --train-epochs 3"),
         (f"{path}:2 packing", "leave it out"),
-        (f"{path}:3 load_in_4bit", "leave it out; `megatron-packed plan` estimates the memory"),
+        (
+            f"{path}:3 load_in_4bit",
+            "give --lora-rank N; `megatron-packed plan` says what else saves memory",
+        ),
         (f"{path}:5 optim.learning_rate", "give --lr 1e-4"),
     ]

@@ -52,6 +52,18 @@ def test_attention_is_half_of_all_pairs_of_each_document():
     assert flops.attention == 4 * 4 * 8 * sum(n * n for n in LENGTHS) / 2
 
 
+@pytest.mark.parametrize("swiglu, matrices", [(False, 1), (True, 2)])
+def test_adapters_of_experts_by_hand(swiglu, matrices):
+    """A token uses the adapters of its experts. The gradients of frozen weights do not count."""
+    sizes = {"moe_router_topk": 3, "swiglu": swiglu, "squared_relu": not swiglu}
+    plain = flops_of(cases.tiny_config("E", **sizes), [10]).projections
+    flops = FlopCounter(cases.tiny_config("E", lora_rank=4, **sizes), cases.VOCAB)
+    A, B = matrices * 4 * 32 + 4 * 16, matrices * 16 * 4 + 32 * 4
+    adapters = 10 * 3 * 2 * (A + B)
+    assert flops.forward([10]).projections == plain + adapters
+    assert flops.training([10]).projections == 2 * plain + 3 * adapters
+
+
 def test_router_and_experts_by_hand():
     config = cases.tiny_config("E", moe_router_topk=3, moe_shared_expert_intermediate_size=24)
     flops = flops_of(config, [10])

@@ -24,6 +24,7 @@ MODELS = {
     "bias": ("*-", {"add_bias_linear": True, "position_embedding_type": "rope"}),
     "one key head": ("*M", {"num_query_groups": 1, "mamba_num_groups": 1}),
     "depths": ("ME*/*E/*E", {"mtp_use_repeated_layer": True}),
+    "adapters": ("M*-GE", {"lora_rank": 2, "lora_dropout": 0.5}),
 }
 
 
@@ -42,8 +43,14 @@ def last_logits(model, tokens):
 def test_logits_are_those_of_recomputing_the_prefix(pattern, changes):
     """Each step gives the logits of a forward pass over the complete text, also after documents
     left the batch."""
-    model = cases.tiny_model(pattern, **changes).eval()
-    decoder, texts = Decoder(model), prompts_of()
+    model = cases.tiny_model(pattern, **changes)
+    trained = [parameter for name, parameter in model.named_parameters() if name.endswith("lora.B")]
+    for factor in trained:
+        torch.nn.init.normal_(factor, std=0.1)
+    decoder, texts = Decoder(model.train()), prompts_of()
+    assert all(part.training for part in model.modules())
+    assert bool(trained) == ("lora_rank" in changes)
+    model.eval()
     logits = decoder.prefill(texts)
     for step in range(STEPS):
         expected = torch.stack([last_logits(model, text) for text in texts])

@@ -211,6 +211,18 @@ def test_the_page_says_what_was_run(page):
     assert {name: rows.get(name) for name in expected} == expected
 
 
+def test_the_page_says_what_adapters_train(page):
+    lines = lines_of_a_run()
+    lines[0]["run"]["model"]["trained"] = {"attention": 12_000, "experts": 3_000, "broken": "x"}
+    rows = dict(re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", page(lines)))
+    assert rows["trained"].startswith(
+        "15,000 of 1,234,567 parameters (1.2 %): attention 12,000, experts 3,000"
+    )
+    assert "trained" not in dict(
+        re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", page(lines_of_a_run()))
+    )
+
+
 def test_main_numbers(page):
     tile = "<div class='tile'><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small></div>"
     found = re.findall(tile, page(lines_of_a_run()))

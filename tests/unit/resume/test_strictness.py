@@ -111,7 +111,7 @@ def test_masters_that_no_checkpoint_had_are_the_weights(
     """Missing masters are set from the weights; otherwise the first step would undo the load."""
     before, state = made("-", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(run_state, "held_state", lambda model, optimizer: held_state(model))
+        patch.setattr(run_state, "held_state", lambda model, optimizer, part: held_state(model))
         state.save(CheckpointConfig(save=str(tmp_path)))
     job, found = loaded("-", tmp_path, dist_ckpt_strictness="log_unexpected")
     assert any(name.startswith("optimizer/master/") for name in found.missing)

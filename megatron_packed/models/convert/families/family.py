@@ -125,6 +125,10 @@ class Family:
     """Hugging Face prefix of one layer's tensors, with ``{model}`` as in ``outside``."""
     names: Mapping[str, Names]
     """Names of parameters inside a layer, by its symbol, and the Hugging Face names of each."""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names in files that models of transformers spell otherwise, with their spelling."""
+    stacked: Names = field(default_factory=dict)
+    """Names in models of transformers of the parameters that hold the weights of all experts."""
     unties: bool = False
     """True if transformers ignores ``tie_word_embeddings``, so that files need both tables."""
     prefixes: tuple[str, ...] = ("model.",)

@@ -292,6 +292,11 @@ GRANITE = replace(
     partial_rotary_factor position_embedding_type rope_type""",
     written=_granite_written,
     outside=OUTSIDE,
+    loaded={"block_sparse_moe.router.layer.": "block_sparse_moe.router."},
+    stacked={
+        "mixer.experts.fc1": "block_sparse_moe.experts.gate_up_proj",
+        "mixer.experts.fc2": "block_sparse_moe.experts.down_proj",
+    },
     names={
         MAMBA: _MAMBA_NAMES,
         ATTENTION: LLAMA.names[ATTENTION],

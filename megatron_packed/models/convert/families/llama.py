@@ -61,6 +61,11 @@ EXPERT_NAMES: Names = {
     "mixer.experts.fc2": OneOf(("mlp.experts.{e}.down_proj.weight", "mlp.experts.down_proj")),
 }
 """Names of ``E`` layers in Qwen's families: one tensor for each expert, or one for all."""
+STACKED_EXPERTS: Names = {
+    "mixer.experts.fc1": "mlp.experts.gate_up_proj",
+    "mixer.experts.fc2": "mlp.experts.down_proj",
+}
+"""Names of the experts' parameters in models of transformers."""
 
 
 def every_layer_sparse(fields: Fields) -> Iterator[str]:
@@ -128,6 +133,8 @@ MIXTRAL = replace(
         },
     },
     must_be={**LLAMA.must_be, MOE: {"router_jitter_noise": 0.0}},
+    loaded={".block_sparse_moe.": ".mlp."},
+    stacked=STACKED_EXPERTS,
     no_effect=LLAMA.no_effect + " output_router_logits router_aux_loss_coef",
     names={
         **LLAMA.names,
@@ -315,5 +322,6 @@ QWEN3_MOE = replace(
     derived_from=QWEN3.derived_from + " norm_topk_prob",
     written=_qwen3_moe_written,
     no_effect=MIXTRAL.no_effect + " intermediate_size",
+    stacked=STACKED_EXPERTS,
     names={**QWEN3.names, MOE: EXPERT_NAMES},
 )

@@ -314,6 +314,11 @@ NEMOTRON_H = Family(
         OUTPUT: "lm_head.weight",
     },
     layer="backbone.layers.{n}.",
+    loaded={"backbone.": "model."},
+    stacked={
+        "mixer.experts.fc1": "mixer.experts.up_proj",
+        "mixer.experts.fc2": "mixer.experts.down_proj",
+    },
     names={
         MAMBA: mamba_names("norm.weight", "mixer"),
         ATTENTION: {

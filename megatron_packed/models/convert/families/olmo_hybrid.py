@@ -152,6 +152,10 @@ OLMO_HYBRID = Family(
     nullable="rope_theta rope_type",
     written=_written,
     unfit=_unfit,
+    loaded={
+        "attention_layer_norm.": "input_layernorm.",
+        "feedforward_layer_norm.": "post_attention_layernorm.",
+    },
     names={
         GATED_DELTA_NET: {
             "norm.weight": OneOf(("attention_layer_norm.weight", "input_layernorm.weight")),

@@ -40,6 +40,7 @@ from megatron_packed.models.convert.families.family import (
 from megatron_packed.models.convert.families.llama import (
     EXPERT_NAMES,
     QK_NORM_NAMES,
+    STACKED_EXPERTS,
     SWIGLU_NAMES,
     every_layer_sparse,
 )
@@ -270,6 +271,7 @@ QWEN3_5_MOE_TEXT = replace(
     must_be={**QWEN3_5_TEXT.must_be, MOE: {"norm_topk_prob": True, "decoder_sparse_step": 1}},
     no_effect=QWEN3_5_TEXT.no_effect
     + " intermediate_size output_router_logits router_aux_loss_coef",
+    stacked=STACKED_EXPERTS,
     names={**QWEN3_5_TEXT.names, MOE: _EXPERTS},
 )
 
@@ -323,6 +325,7 @@ def _with_vision(text: Family, model_type: str) -> Family:
         spelled=lambda fields: _text_spelled(fields, text),
         no_effect=text.no_effect + _VISION,
         prefixes=("model.language_model.", "model."),
+        loaded={"model.language_model.": "model."},  # of the class without vision
     )
 
 

@@ -17,17 +17,17 @@ import torch
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.layers.kinds.mixer_kind import hybrid_layer_name
 from megatron_packed.layers.kinds.registry import MIXERS, kinds_of
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE
 from megatron_packed.models.convert.megatron.torch_dist import StoredTensor
+from megatron_packed.models.convert.model_weights import model_on_meta, stored_tensors
 from megatron_packed.models.convert.row_maps import Part, interleaved
 from megatron_packed.models.convert.weight_rows import (
     HuggingFaceTensor,
     Shape,
     Weight,
-    model_on_meta,
     rows_without_padding,
-    stored_tensors,
     their_shape,
 )
 from megatron_packed.models.hybrid_model import HybridModel
@@ -184,17 +184,14 @@ def _choices(ours: str, config: ModelConfig, prefix: str, *, gpt: bool) -> list[
     layer = int(number)
     names = MIXERS[config.layer_types[layer]].megatron
     assert names is not None, "`unknown_layers` refuses such models"
-    modules = names.modules
-    beginning = max((module for module in modules if inside.startswith(module)), key=len)
     depth, place = config.depth_of_layer(layer), config.number_in_part(layer)
-    beginnings = [f"decoder.layers.{place // 2 if gpt else place}"]
-    if depth:
+    beginnings = [hybrid_layer_name(config, layer)]
+    if gpt:
         block = f"mtp.layers.{depth - 1}"
-        hybrid = [f"{block}.mtp_model_layer.layers.{place}"]
-        beginnings = [f"{block}.{folder}" for folder in _GPT_DEPTH] if gpt else hybrid
+        main = [f"decoder.layers.{place // 2}"]
+        beginnings = [f"{block}.{folder}" for folder in _GPT_DEPTH] if depth else main
     sources = []
-    for their in modules[beginning]:
-        tensor = their + inside.removeprefix(beginning)
+    for tensor in names.possible(inside):
         sources += [Source(f"{prefix}{folder}.{tensor}", None) for folder in beginnings]
         if gpt and not depth:
             sources.append(Source(f"{prefix}decoder.layers.{tensor}", place // 2))

@@ -27,8 +27,8 @@ from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import model_of
 from megatron_packed.models.convert.huggingface_files import INDEX, SINGLE, write_files
 from megatron_packed.models.convert.import_huggingface import open_model
+from megatron_packed.models.convert.model_weights import weights_of
 from megatron_packed.models.convert.trained_config import obstacles
-from megatron_packed.models.convert.weight_rows import weights_of
 from support.converted_model import FAMILIES as SMALL
 from support.converted_model import (
     FIELDS,

@@ -11,7 +11,9 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.models.estimate import step_memory
+from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.step_memory import MetaStep, Work
+from megatron_packed.models.estimate.step_time import KernelTimes
 from megatron_packed.models.estimate.traced_work import (
     LOSS_PRODUCT,
     PRODUCT,
@@ -93,6 +95,34 @@ def test_experts_have_two_grouped_products_with_an_activation_between_them() -> 
         assert kernels(calls, "grouped_mlp") == {(rows, inner): 1}
         assert kernels(calls, "activation") == {(rows, inner): 1}
         assert kernels(calls, SECOND_GROUPED) == {(rows, HIDDEN): 1}
+
+
+def test_factors_of_adapters_of_experts_cost_little_beside_their_frozen_weights() -> None:
+    rows, hidden, inner, rank = 2 * TOKENS, 2048, 4096, 16
+    flags = (
+        f"--hidden-size {hidden} --num-experts 4 --moe-ffn-hidden-size {inner} --moe-router-topk 2"
+    )
+    plain, adapted = (calls_of("E", flags + more) for more in ("", f" --lora-rank {rank}"))
+    for name, base in (("grouped_mlp", (inner, hidden)), (SECOND_GROUPED, (hidden, inner))):
+        widths = Counter(
+            {
+                (*call.shape, call.inner): number
+                for call, number in adapted.items()
+                if isinstance(call, TracedKernel) and call.name == name
+            }
+        )
+        assert widths == {
+            (rows, *base): 1,
+            (rows, rank, base[1]): 1,
+            (rows, base[0], rank): 1,
+        }
+    rates = measured_rates()["H200"]
+    times = [
+        KernelTimes(rates, calls, config_of("E", flags + more), np.array([TOKENS])).by_op()
+        for more, calls in (("", plain), (f" --lora-rank {rank}", adapted))
+    ]
+    for name in ("grouped_mlp", SECOND_GROUPED):
+        assert 0.5 < times[1][name] / times[0][name] < 1
 
 
 def test_exchanges_of_tensor_parallel_layers_have_their_messages() -> None:

@@ -1,0 +1,205 @@
+"""Adapters in parallel layouts: losses, gradients and updates are those of one process.
+
+The model has every kind of layer, multi-token prediction, latent and shared experts. After the first
+step the first moments of B are its gradients. From the second step on, A has gradients, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.rng import seed_all
+from megatron_packed.training.build_graphs import released
+from megatron_packed.training.build_job import build_job
+from support.layouts import VOCAB, Way, config_of, mine, step_values
+from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.process_pools import WorkerPools
+from support.whole_state import Shards, assembled, everything, same_bits
+
+Options = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+"""Changes of a run's sections: name of a section, and the values of its options."""
+PACKS, STEPS = 4, 3
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+NO_OPTIONS: Options = ()
+OVERLAP: Options = (
+    (
+        "parallel",
+        (("overlap_grad_reduce", True), ("overlap_param_gather", True), ("ddp_bucket_size", 500)),
+    ),
+)
+FULL: Options = (
+    (
+        "memory",
+        (
+            ("recompute_granularity", "full"),
+            ("recompute_method", "uniform"),
+            ("recompute_num_layers", 2),
+        ),
+    ),
+)
+SELECTIVE: Options = (
+    (
+        "memory",
+        (
+            ("recompute_granularity", "selective"),
+            ("recompute_modules", ("core_attn", "mamba", "gdn", "mlp", "moe", "layernorm")),
+        ),
+    ),
+)
+OFFLOAD: Options = (
+    (
+        "memory",
+        (
+            ("fine_grained_activation_offloading", True),
+            (
+                "offload_modules",
+                ("qkv_linear", "core_attn", "attn_proj", "mamba_in_proj", "expert_fc1"),
+            ),
+            ("min_offloaded_tensor_size", 1),
+        ),
+    ),
+)
+LOW_STATE: Options = (
+    (
+        "optim",
+        (
+            ("use_precision_aware_optimizer", True),
+            ("exp_avg_dtype", "bf16"),
+            ("exp_avg_sq_dtype", "bf16"),
+        ),
+    ),
+)
+
+
+class Case(NamedTuple):
+    """Layout and options of a run."""
+
+    way: Way
+    options: Options = NO_OPTIONS
+    model: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = {
+    "TP2": Case(Way(2, 2)),
+    "TP2, sequence parallel": Case(Way(2, 2, True)),
+    "TP2, sequence parallel, overlap": Case(Way(2, 2, True, tp_overlap=True)),
+    "TP2, one key-value head": Case(Way(2, 2), model=(("num_query_groups", 1),)),
+    "TP2, dropout": Case(Way(2, 2), model=(("lora_dropout", 0.2), ("moe_latent_size", None))),
+    "CP2": Case(Way(2, cp_size=2)),
+    "EP2": Case(Way(2, ep_size=2)),
+    "EP2, alltoall": Case(Way(2, ep_size=2, dispatcher="alltoall")),
+    "EP2 x TP2, sequence parallel": Case(Way(4, 2, True, False, 2)),
+    "EP2 x TP4, two ranks share an expert": Case(Way(4, 4, False, True, 2, 2)),
+    "DP2, ZeRO-1, overlaps": Case(Way(2, distributed_optimizer=True), OVERLAP),
+    "TP2, all recomputed": Case(Way(2, 2, True), FULL),
+    "TP2, parts recomputed": Case(Way(2, 2), SELECTIVE),
+    "TP2, offload": Case(Way(2, 2, True), OFFLOAD),
+    "DP2, state in bf16": Case(Way(2, distributed_optimizer=True), LOW_STATE),
+    "whole weights beside": Case(
+        Way(2, 2, True),
+        model=(
+            ("lora_modules_to_save", ("embedding.*", "*norm.weight", "*.router.weight")),
+            ("lora_keep_balancing", True),
+        ),
+    ),
+    "some matrices": Case(
+        Way(2, 2), model=(("lora_target_modules", ("q_proj", "v_proj", "experts", "eh_proj")),)
+    ),
+}
+
+
+def train(groups: ParallelGroups, case: Case) -> tuple[list[list[float]], list[Shards], list[str]]:
+    """Return losses and gradient norms, the state after each step, and the trained parameters."""
+    config = config_of(case.way, **LORA, **dict(case.model))
+    changes = {
+        name: dataclasses.replace(getattr(config, name), **dict(values))
+        for name, values in case.options
+    }
+    job = build_job(dataclasses.replace(config, **changes), groups, VOCAB)
+    bias = {name: each.clone() for name, each in job.model.named_buffers() if "expert_bias" in name}
+    numbers, states = [], []
+    for step in range(STEPS):
+        values = step_values(job.step(mine(groups, case.way, step, PACKS), 1e-2).tolist())
+        numbers.append([values.loss, values.grad_norm, values.aux_loss])
+        states.append(everything(job))
+    moved = [n for n, each in job.model.named_buffers() if n in bias and not each.equal(bias[n])]
+    assert bool(moved) == job.model.config.balances_experts
+    return numbers, states, list(job.buffers.parameters)
+
+
+@cache
+def alone(options: Options, model: tuple[tuple[str, Any], ...]) -> Any:
+    seed_all(0)  # the processes of a pool get the same seed
+    kept = tuple(each for each in options if each[0] == "optim")
+    numbers, states, trained = train(ParallelGroups.single(), Case(Way(), kept, model))
+    return torch.tensor(numbers), [assembled([state]) for state in states], trained
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None:
+    case = CASES[name]
+    ranks = pools.run(train, case.way.world_size, case, layout=case.way.layout)
+    numbers, states, trained = alone(case.options, case.model)
+    for found, _, names in ranks:
+        torch.testing.assert_close(torch.tensor(found), numbers, rtol=2e-5, atol=1e-7)
+        assert {*names} == {*trained}
+    low = case.options == LOW_STATE
+    for step, wanted in enumerate(states):
+        state = assembled([rank[1][step] for rank in ranks])
+        assert state.keys() == wanted.keys()
+        for key, want in wanted.items():
+            if "exp_avg_sq" in key or "expert_bias" in key:
+                continue
+            check_gradient(key, want, step)
+            scale = want.float().abs().max().item()
+            # B begins at zero, so after a step it shows the relative error of an update.
+            exact = step == 0 and not key.startswith("model/")
+            tolerance = 1e-5 if exact else 1e-4
+            atol = (1e-2 if low else tolerance) * scale
+            torch.testing.assert_close(
+                state[key].float(), want.float(), rtol=0, atol=atol, msg=f"{key} in step {step}"
+            )
+
+
+def replay(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
+    """Run steps eagerly and by replay; return what differs, and the modules that ran eagerly."""
+    eager = build_job(config_of(way, **LORA), groups, VOCAB)
+    job, graphs, backend = graphed(way, groups, LORA, impl)
+    with released(graphs):
+        for number in range(STEPS):
+            micro_batches = step_of(way, groups, number, LENGTHS[: 2 * groups.dp.size])
+            backend.scramble()
+            metrics = [one.step(micro_batches, 1e-2).clone() for one in (job, eager)]
+            assert torch.equal(*metrics)
+        pairs = zip(everything(job), everything(eager))
+        return {
+            "different": [one[0] for one, other in pairs if not same_bits(one[3], other[3])],
+            "module_fallbacks": dict(graphs.counters.module_fallbacks),
+            "replays": graphs.counters.replays,
+        }
+
+
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+def test_replayed_steps_are_the_eager_ones(impl: str, pools: WorkerPools) -> None:
+    way = Way(2, distributed_optimizer=True)
+    for result in pools.run(replay, 2, way, impl):
+        assert result == {"different": [], "module_fallbacks": {}, "replays": 2 * STEPS}
+
+
+def check_gradient(key: str, moment: Tensor, step: int) -> None:
+    """Check that an adapter has a gradient: B from the first step on, and A from the second on."""
+    if not key.startswith("optimizer/exp_avg/"):
+        return
+    per_adapter = moment.flatten(1) if moment.dim() > 2 else moment.flatten()[None]
+    smallest = per_adapter.abs().amax(dim=1).min()
+    if key.endswith("lora.A") and step == 0:
+        assert smallest == 0, f"{key} has a gradient although B is zero"
+    else:
+        assert smallest > 0, f"{key} has no gradient in step {step}"
