@@ -100,8 +100,8 @@ def matrices_of(
 def family_of(config: ModelConfig) -> Family | None:
     """Return the family that can hold the model; None if there is none.
 
-    Of two families, the one whose files have more matrices: adapters of separate matrices can be
-    written for joined ones, with the sum of their ranks, but joined adapters cannot be separated.
+    If two families can hold it, the one whose files have more matrices is returned. Adapters of
+    separate matrices can be written for joined ones, but joined adapters cannot be separated.
     """
     try:
         family = family_for(config)[0]
