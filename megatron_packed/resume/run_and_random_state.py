@@ -226,16 +226,18 @@ class RunState:
         documents. A checkpoint written in another layout restores everything except random states,
         which start from the seed. Tensors that the checkpoint lacks keep their values, if
         ``dist_ckpt_strictness`` allows it. Missing masters, and all masters without ``load_optim``,
-        are computed from the weights.
+        are computed from the weights. If the checkpoint holds adapters alone, their base is loaded
+        first: from ``pretrained_checkpoint``, else from where the adapters found it.
 
         Raises:
             NoCheckpointError: there is no checkpoint.
             CheckpointMismatchError: the checkpoint belongs to another model, precision or data, or
-                to another order of the data.
+                to another order of the data, or its adapters to another base.
             CheckpointError: no checkpoint is valid.
         """
         from megatron_packed.resume.allowed_changes import CheckpointUse, refusal_of_use
 
+        self.optimizer.buffers.wait_params()
         part = HeldPart.WHOLE
         if self.model.config.has_adapters:
             part = self._part_in(options)
@@ -244,7 +246,6 @@ class RunState:
         rng, resumes = RngState.capture(self._device), not options.finetune
         loads_optimizer = options.load_optim and resumes
         state = LoadedOptimizerState(self.model, self.optimizer) if loads_optimizer else None
-        self.optimizer.buffers.wait_params()
         wanted = [held.shard for held in held_state(self.model, part=part)]
         if options.load_rng and resumes:
             wanted += self._rng_shards(rng)

@@ -102,7 +102,8 @@ class TrainedModel:
         Raises:
             CheckpointError: there is no valid checkpoint.
             DataError: the tokenizer's files cannot be used.
-            ValueError: the device is missing, or the checkpoint names no tokenizer and none is given.
+            ValueError: the device is missing, the checkpoint names no tokenizer and none is given, or
+                ``base`` is given for whole weights.
         """
         metadata = newest_metadata(folder, ("config",), step=step, problem=metadata_problem)
         if metadata is None:
@@ -121,6 +122,8 @@ class TrainedModel:
             )
         config = with_layers_of_this_machine(stored_run(stored, folder, step, device))
         if base is not None:
+            if not config.model.has_adapters:
+                raise ValueError(f"{os.fspath(folder)} holds no adapters; leave base= out.")
             options = replace(config.checkpoint, pretrained_checkpoint=os.fspath(base))
             config = replace(config, checkpoint=options)
         where = inference_device(config)

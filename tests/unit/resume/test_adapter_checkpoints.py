@@ -234,6 +234,8 @@ def test_text_generation_loads_the_base_and_the_adapters(
     gone = moved(made, tmp_path / "lora")
     with pytest.raises(CheckpointError, match="has no checkpoint; give --pretrained-checkpoint"):
         TrainedModel.load(gone)
+    with pytest.raises(ValueError, match="holds no adapters; leave base= out"):
+        TrainedModel.load(base, base=base)
     assert TrainedModel.load(gone, base=base).generate(prompts, 8) == answers
     prompt = [
         "--prompt",
