@@ -16,6 +16,7 @@ from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
 from megatron_packed.config.sections.memory import MODULES, OFFLOADED_IN, RECOMPUTED_IN
+from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
@@ -380,7 +381,7 @@ def _tensor_parallel(config: RunConfig, device: torch.device) -> Iterator[Capabi
     # The other ranks are not known here, so only this machine's reasons are.
     reasons = [*not_supported_reasons(device), *dtype_reasons(dtype_of(config))]
     reason = reasons[0] if reasons and overlap.fuses else ""
-    words = overlap_words(overlap, reason)
+    words = overlap_words(overlap, reason) + f"; {APART}" * config.model.has_adapters
     apart = "collectives and products run one after the other"
     yield row(
         "tensor-parallel overlap",

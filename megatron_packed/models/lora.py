@@ -7,6 +7,7 @@ each of q, k and v, for gate and up, and one for every other weight.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.layers.moe.lora import ExpertLora
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
+from megatron_packed.models.convert.families.qwen_hybrid import QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
 from megatron_packed.models.convert.weight_rows import layer_prefix, loaded_path, parts_of
@@ -96,9 +98,17 @@ def matrices_of(
 
 
 def family_of(config: ModelConfig) -> Family | None:
-    """Return the family that can hold the model; None if there is none."""
+    """Return the family that can hold the model; None if there is none.
+
+    If two families can hold it, the one whose files have more matrices is returned. Adapters of
+    separate matrices can be written for joined ones, but joined adapters cannot be separated.
+    """
     try:
-        return family_for(config)[0]
+        family = family_for(config)[0]
+        if family is QWEN3_NEXT:
+            with contextlib.suppress(CheckpointError):
+                return family_for(config, QWEN3_5_MOE_TEXT.model_type)[0]
+        return family
     except CheckpointError:
         return None
 

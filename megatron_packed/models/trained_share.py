@@ -11,7 +11,7 @@ from megatron_packed.models.lora_targets import projection_of
 
 WHOLE = "whole weights"
 """Name of the parameters of ``--lora-modules-to-save``."""
-OTHERS = "multi-token prediction"
+DEPTHS, OTHERS = "multi-token prediction", "other projections"
 _FACTOR = re.compile(r"[._]lora\.[AB]$")
 """End of the name of a factor of an adapter."""
 
@@ -36,7 +36,9 @@ def _part(name: str, config: ModelConfig) -> str:
     if not factors:
         return WHOLE
     record = projection_of(weight, config)
-    return OTHERS if record is None else record.part
+    if record is not None:
+        return record.part
+    return DEPTHS if name.startswith("mtp.") else OTHERS
 
 
 def adapter_line(model: HybridModel) -> str:

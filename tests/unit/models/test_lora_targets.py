@@ -4,11 +4,13 @@ weights that are trained whole.
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.models.hybrid_model import HybridModel
 from support.layouts import MODEL, VOCAB
 
@@ -236,6 +238,16 @@ def test_tables_of_a_model_without_a_family_are_refused_too(word):
 def test_tables_of_a_family_are_refused_by_their_names():
     with pytest.raises(ConfigError, match="embed_tokens: names embedding, which is trained whole"):
         model_of("embed_tokens", **LLAMA)
+
+
+def test_kinds_name_their_projections():
+    """Each record is a projection of a layer, and each projection of a layer has a record."""
+    layers = model_of().layers
+    for symbol, kind in KINDS.items():
+        layer = layers[MODEL.layer_types.index(symbol)]
+        weights = {name for name, _ in layer.mixer.named_parameters() if "lora." in name}
+        adapted_paths = {re.sub(r"[._]lora\.[AB]$", "", name) for name in weights}
+        assert {projection.path for projection in kind.projections} == adapted_paths
 
 
 def test_a_part_that_the_pattern_lacks_is_refused_without_a_model():

@@ -43,6 +43,8 @@ def config_of(flags: str) -> RunConfig:
             TensorOverlap(all_gather=True, reduce_scatter=True, reduce_scatter_dgrad=True),
         ),
         ("--tensor-model-parallel-size 2 --tp-comm-overlap", NO_OVERLAP),
+        (f"{TP2} --tp-comm-overlap --lora-rank 4", NO_OVERLAP),
+        (f"{TP2} --tp-comm-overlap --lora-rank 4 --lora-target-modules attention", DEFAULT),
         ("--sequence-parallel --tp-comm-overlap", NO_OVERLAP),
     ],
 )

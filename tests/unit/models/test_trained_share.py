@@ -10,7 +10,9 @@ from megatron_packed.cli.main import main
 from megatron_packed.config.run import RunConfig
 from megatron_packed.explain import run_description
 from megatron_packed.explain.capabilities import capabilities
+from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, Work
 from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.tensor_overlap import overlap_line
 from megatron_packed.models.trained_share import adapter_line, trained_by_part
 from support import hybrid_cases as cases
@@ -51,6 +53,14 @@ def test_operations_of_adapters_and_of_a_frozen_base() -> None:
     assert lora.projections == plain.projections * 2 / 3 + 10 * 6 * factors
     assert lora.output == pytest.approx(plain.output * 2 / 3)
     assert (lora.attention, lora.scan) == (plain.attention, plain.scan)
+
+
+def test_a_measured_layer_is_not_used_for_one_with_an_adapter() -> None:
+    config = cases.tiny_config("--", lora_rank=2, lora_target_modules=("layers.0.*",))
+    model = HybridModel(config, vocab_size=cases.VOCAB, max_positions=64, device="meta")
+    measured: KnownUnits = {}
+    MetaStep(model, Work(tokens=64, documents=2), measured).units()
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize(("rate", "warned"), [("1e-5", True), ("5e-5", False), ("2e-4", False)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
-from megatron_packed.models.convert.adapters.matrices import AdaptableWeight, PeftMatrix
+from megatron_packed.models.convert.adapters.matrices import AdaptableWeight
 
 
 class Factors(NamedTuple):
@@ -31,16 +31,20 @@ def split_factors(
     Args:
         stacked: factors of the model.
         number_O: ``(O,)`` int64: number of the adapter of each row; -1 for rows without one.
-    Raises:
-        CheckpointError: a matrix has rows of several adapters.
+    Returns:
+        Factors by path. If a matrix has rows of several adapters, its rank is the sum of theirs: each
+        of its rows has zeros in the columns of the others.
     """
     rank = stacked.B.shape[-1]
     split = {}
     for matrix in weight.matrices:
-        number = _number(matrix, number_O)
-        if number >= 0:
-            A = stacked.A.narrow(-2, number * rank, rank)
-            split[matrix.path] = Factors(A, stacked.B.index_select(-2, matrix.rows()))
+        rows = matrix.rows()
+        B, number_of_row = stacked.B.index_select(-2, rows), number_O[rows]
+        numbers = _numbers(number_of_row)
+        if numbers:
+            A = [stacked.A.narrow(-2, number * rank, rank) for number in numbers]
+            own = [B * (number_of_row == number).view(-1, 1) for number in numbers]
+            split[matrix.path] = Factors(torch.cat(A, -2), torch.cat(own, -1))
     return split
 
 
@@ -63,26 +67,23 @@ def join_factors(
     for matrix in weight.matrices:
         if matrix.path not in split:
             continue
-        number = _number(matrix, number_O)
-        own = A.narrow(-2, number * rank, rank)
-        other = owner.setdefault(number, matrix.path)
-        if other != matrix.path and not torch.equal(own, split[matrix.path].A):
-            raise CheckpointError(
-                f"{other} and {matrix.path} have different lora_A, but this model has one for both"
-            )
-        own.copy_(split[matrix.path].A)
-        B.index_copy_(-2, matrix.rows(), split[matrix.path].B)
+        rows, theirs = matrix.rows(), split[matrix.path]
+        for number in _numbers(number_O[rows]):
+            own = A.narrow(-2, number * rank, rank)
+            other = owner.setdefault(number, matrix.path)
+            if other != matrix.path and not torch.equal(own, theirs.A):
+                raise CheckpointError(
+                    f"{other} and {matrix.path} have different lora_A, but this model has one for both"
+                )
+            own.copy_(theirs.A)
+        B.index_copy_(-2, rows, theirs.B)
     return Factors(A, B)
 
 
-def _number(matrix: PeftMatrix, number_O: Tensor) -> int:
-    first, last = map(int, torch.aminmax(number_O[matrix.rows()]))
-    if first != last:
-        raise CheckpointError(
-            f"{matrix.path} has rows of several adapters of the training",
-            cure="merge the adapters instead",
-        )
-    return first
+def _numbers(number_of_row: Tensor) -> list[int]:
+    """Return the numbers of the adapters of some rows, without -1."""
+    found = set(number_of_row.tolist())
+    return sorted(found - {-1})
 
 
 def merged(weight_OI: Tensor, stacked: Factors, scale: float, number_O: Tensor) -> Tensor:

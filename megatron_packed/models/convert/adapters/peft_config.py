@@ -115,8 +115,8 @@ def fields_of(config: PeftConfig, target_modules: list[str]) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "use_dora": False,
         "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +98,6 @@ def collected(config: ModelConfig, family: Family, stored: Mapping[str, Tensor])
     Args:
         config: the model, with the options of adapters.
         stored: trained tensors by their names in the model.
-    Raises:
-        CheckpointError: a matrix of the family has rows of several adapters.
     """
     weights = adaptable_weights(config, family)
     rows = trained_rows(config)
@@ -181,6 +180,16 @@ def write_adapters(
         tensors = peft_tensors(weights, split)
         paths = [matrix.path for matrix in adapted]
         targets = shortened(paths, module_paths(config, adapters.family) - set(paths))
+    ranks = {
+        path: factors.B.shape[-1]
+        for path, factors in split.items()
+        if factors.B.shape[-1] != config.lora_rank
+    }
+    if ranks and program == VLLM:
+        raise CheckpointError(
+            f"{min(ranks)} has rows of several adapters, and vLLM has one rank for all matrices",
+            cure="merge the adapters instead",
+        )
     ends = shortened(stacked, set(parameters) - set(stacked), components=3)
     fields = fields_of(
         PeftConfig(
@@ -188,6 +197,10 @@ def write_adapters(
             lora_alpha=config.lora_alpha,
             use_rslora=config.lora_rslora,
             lora_dropout=0.0 if stacked else config.lora_dropout,
+            rank_pattern=ranks,
+            alpha_pattern={
+                path: config.lora_scale * _divisor(config, r) for path, r in ranks.items()
+            },
             target_parameters=tuple(ends),
             modules_to_save=tuple(_saved_modules(adapters)),
             base_model=base_model,
@@ -200,6 +213,11 @@ def write_adapters(
     with new_directory(directory, flags.TO_PEFT) as temporary:
         write_safetensors(temporary / ADAPTER_WEIGHTS, content, tensors.__getitem__)
         write_texts(temporary, {**files, ADAPTER_CONFIG: json_text(fields)})
+
+
+def _divisor(config: ModelConfig, rank: int) -> float:
+    """Return alpha / s of an adapter of this rank."""
+    return math.sqrt(rank) if config.lora_rslora else rank
 
 
 def _saved_modules(adapters: Adapters) -> list[str]:

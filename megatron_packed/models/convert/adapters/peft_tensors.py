@@ -37,8 +37,6 @@ def to_peft(
     Args:
         adapters: tensors of adapters by their names in the model.
         weights: the weights of the model that may have adapters.
-    Raises:
-        CheckpointError: a matrix has rows of several adapters.
     """
     split: dict[str, Factors] = {}
     for weight in weights:

@@ -42,7 +42,8 @@ from megatron_packed.models.convert.megatron.folders import BACKEND_FILE, FORMAT
 from megatron_packed.models.convert.megatron.names import new_weights, unknown_layers
 from megatron_packed.models.convert.megatron.optimizer_state import MASTER
 from megatron_packed.models.convert.megatron.torch_dist import COMMON_STATE
-from megatron_packed.models.convert.weight_rows import Weight, model_on_meta
+from megatron_packed.models.convert.model_weights import model_on_meta
+from megatron_packed.models.convert.weight_rows import Weight
 
 FOLDER = "release"
 """Folder and entry of the tracker file of weights without an iteration, as in Megatron."""

@@ -39,6 +39,7 @@ from support.peft_adapters import (  # noqa: E402
 
 CASES = [
     ("qwen3_5", 0),
+    ("qwen3_5_moe", 0),
     ("qwen3_moe", 0),
     ("nemotron_h", 4),
     ("granitemoehybrid", 0),
@@ -120,3 +121,27 @@ def test_weights_that_are_saved_whole_load_there(tied: bool, tmp_path: Path) -> 
     back, tensors = read_adapters(tmp_path / "folder", base.config, base.family)
     assert set(back.lora_modules_to_save) == {"embedding.weight", "final_norm.weight"}
     assert tensors.keys() == stored.keys()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_of_separate_matrices_load_as_those_of_joined_ones(
+    rslora: bool, tmp_path: Path
+) -> None:
+    """The files of Qwen3-Next join matrices that have separate adapters here."""
+    base = random_base("qwen3_next", 0, tmp_path / "hf")
+    lora = replace(
+        base.config,
+        lora_rank=RANK,
+        lora_alpha=ALPHA,
+        lora_rslora=rslora,
+        lora_target_modules=("gdn", "attention"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        name: torch.randn(parameter.shape, generator=generator) * 0.2
+        for name, parameter in model_on_meta(lora, torch.float32).named_parameters()
+        if parameter.requires_grad
+    }
+    write_adapters(tmp_path / "folder", collected(lora, base.family, stored))
+    there = peft.PeftModel.from_pretrained(base.theirs, tmp_path / "folder").double().eval()
+    assert difference(there, model_of_state(lora, {**base.state, **stored})) < 1e-6
