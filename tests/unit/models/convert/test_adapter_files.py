@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.adapters.factors import Factors, merged
 from megatron_packed.models.convert.adapters.peft_config import read_peft_config
 from megatron_packed.models.convert.adapters.peft_folder import (
     ADAPTER_WEIGHTS,
@@ -251,3 +252,17 @@ def test_invalid_uses_are_one_sentence(
     assert convert(*words.replace("out", str(tmp_path / "out")).split()) in (2, 4)
     assert USES[words] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_rounds_once() -> None:
+    """The sum is that of float32, rounded to the dtype of the weight; rows without adapter stay."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 8, generator=generator).bfloat16()
+    factors = Factors(*(torch.randn(shape, generator=generator) for shape in ((4, 8), (6, 2))))
+    rows = torch.tensor([0, 1, -1, 1, 0, -1])
+    found = merged(weight, factors, 0.5, rows)
+    wide = weight.float()
+    for row, number in enumerate(rows.tolist()):
+        if number >= 0:
+            wide[row] += 0.5 * (factors.B[row] @ factors.A[2 * number : 2 * number + 2])
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wide.bfloat16())
