@@ -266,3 +266,25 @@ def test_a_merge_rounds_once() -> None:
         if number >= 0:
             wide[row] += 0.5 * (factors.B[row] @ factors.A[2 * number : 2 * number + 2])
     assert found.dtype == torch.bfloat16 and torch.equal(found, wide.bfloat16())
+
+
+def test_a_folder_goes_through_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The export says what PEFT refuses, with the ways out, and has the same bytes."""
+    hf, ours = converted(tmp_path, family="nemotron_h")
+    folder, lora, again = (tmp_path / name for name in ("folder", "lora", "again"))
+    adapters, _ = random_adapters("nemotron_h", lora_dropout=0.25)
+    write_adapters(folder, adapters, base_model=str(hf))
+    assert read_json(folder / "adapter_config.json")["lora_dropout"] == 0  # because of its experts
+    assert convert("--from-peft", folder, "--load", ours, "--save", lora) == 0
+    capsys.readouterr()
+    assert convert("--to-peft", again, "--load", lora, "--hf-base", hf) == 0
+    said = capsys.readouterr().out
+    assert "PEFT loads no adapters of 2 matrices, such as model.layers.0.mixer.out_proj" in said
+    assert "(--adapter-for vllm), or merge them with the base (--merge)" in said
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    words = ["--load", lora, "--adapter-for", "vllm"]
+    assert convert("--to-peft", tmp_path / "vllm", *words) == 0
+    assert "PEFT" not in capsys.readouterr().out
