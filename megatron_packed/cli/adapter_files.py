@@ -157,6 +157,8 @@ def _facts(adapters: Adapters, program: str) -> Iterator[str]:
         weight.stacked and weight.matrices[0].path in adapters.split for weight in adapters.weights
     ):
         yield "lora_dropout is 0, since PEFT has no dropout for routed experts (target_parameters)."
+    if adapters.config.lora_keep_balancing and adapters.config.moe_router_enable_expert_bias:
+        yield f"Not written: expert biases, which the training changed. A merge has them ({flags.MERGE})."
     if adapters.left_out:
         yield (
             f"Not written, because transformers has no modules for multi-token prediction: "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.models.convert.adapters.factors import Factors, merged
 from megatron_packed.models.convert.adapters.peft_config import read_peft_config
 from megatron_packed.models.convert.adapters.peft_folder import (
     ADAPTER_WEIGHTS,
@@ -251,3 +252,39 @@ def test_invalid_uses_are_one_sentence(
     assert convert(*words.replace("out", str(tmp_path / "out")).split()) in (2, 4)
     assert USES[words] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_rounds_once() -> None:
+    """The sum is that of float32, rounded to the dtype of the weight; rows without adapter stay."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 8, generator=generator).bfloat16()
+    factors = Factors(*(torch.randn(shape, generator=generator) for shape in ((4, 8), (6, 2))))
+    rows = torch.tensor([0, 1, -1, 1, 0, -1])
+    found = merged(weight, factors, 0.5, rows)
+    wide = weight.float()
+    for row, number in enumerate(rows.tolist()):
+        if number >= 0:
+            wide[row] += 0.5 * (factors.B[row] @ factors.A[2 * number : 2 * number + 2])
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wide.bfloat16())
+
+
+def test_a_folder_goes_through_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The export says what PEFT refuses, with the ways out, and has the same bytes."""
+    hf, ours = converted(tmp_path, family="nemotron_h")
+    folder, lora, again = (tmp_path / name for name in ("folder", "lora", "again"))
+    adapters, _ = random_adapters("nemotron_h", lora_dropout=0.25)
+    write_adapters(folder, adapters, base_model=str(hf))
+    assert read_json(folder / "adapter_config.json")["lora_dropout"] == 0  # because of its experts
+    assert convert("--from-peft", folder, "--load", ours, "--save", lora) == 0
+    capsys.readouterr()
+    assert convert("--to-peft", again, "--load", lora, "--hf-base", hf) == 0
+    said = capsys.readouterr().out
+    assert "PEFT loads no adapters of 2 matrices, such as model.layers.0.mixer.out_proj" in said
+    assert "(--adapter-for vllm), or merge them with the base (--merge)" in said
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    words = ["--load", lora, "--adapter-for", "vllm"]
+    assert convert("--to-peft", tmp_path / "vllm", *words) == 0
+    assert "PEFT" not in capsys.readouterr().out

@@ -18,7 +18,8 @@ from support.converted_model import assert_same, contents, convert, from_hf, imp
 from support.json_lines import read_json, write_lines
 
 FLAGS = """--seq-length 128 --global-batch-size 2 --train-iters 50 --lr 1e-2 --device cpu --sft
-    --no-isolation-self-test --tokenizer-type ByteTokenizer --lora-rank 4 --lora-alpha 16"""
+    --no-isolation-self-test --tokenizer-type ByteTokenizer --lora-rank 4 --lora-alpha 16
+    --lora-dropout 0.05"""
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 QWEN: dict[str, Any] = {
     **ATTENTION,
@@ -81,7 +82,10 @@ def test_tuned_adapters_answer_in_peft(
     paths = ["--train-data-path", str(tmp_path / "data.jsonl"), "--save", str(lora)]
     assert train([*words, *paths, "--pretrained-checkpoint", str(base)]) is ExitCode.DONE
 
+    capsys.readouterr()
     assert convert("--to-peft", folder, "--load", lora, "--hf-base", hf) == 0
+    said = capsys.readouterr().out
+    assert ("lora_dropout is 0" in said) == (family == "NemotronH") and "refuses" not in said
     assert (folder / "chat_template.jinja").is_file() and (folder / "tokenizer.json").is_file()
     assert 256 in read_json(folder / "generation_config.json")["eos_token_id"]
     assert not (folder / "config.json").exists()
