@@ -69,7 +69,7 @@ from megatron_packed.training.trained_model import stored_run
 _WAYS = "load them in vLLM (--adapter-for vllm), or merge them with the base (--merge)"
 
 
-class Written(NamedTuple):
+class WrittenAdapters(NamedTuple):
     """Folder of adapters."""
 
     sentences: tuple[str, ...]
@@ -88,7 +88,7 @@ def export_adapters(
     tokenizer: str | None = None,
     keep_base_template: bool = False,
     ignored: Collection[str] = (),
-) -> Written:
+) -> WrittenAdapters:
     """Write the adapters of a checkpoint as a folder that PEFT or vLLM loads.
 
     Args:
@@ -121,7 +121,7 @@ def export_adapters(
         files, sentences = _trained_files(source, tokenizer)
     files.pop(CONFIG, None)  # the folder has the adapters of a model, and is none
     write_adapters(directory, adapters, program=program, base_model=base_name, files=files)
-    return Written((*_facts(adapters, program), *sentences), warning)
+    return WrittenAdapters((*_facts(adapters, program), *sentences), warning)
 
 
 def _trained_files(

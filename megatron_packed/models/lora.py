@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ from megatron_packed.models.lora_targets import (
 
 TABLES = {"embedding": "embed_tokens", "output": "lm_head"}
 """Usual Hugging Face names of the tables, for messages."""
+
+
+Made = TypeVar("Made", Lora, ExpertLora)
 
 
 class Matrix(NamedTuple):
@@ -163,10 +166,10 @@ def add_adapters(model: nn.Module, build: Build) -> None:
     # Depths may share a weight, and then its adapter.
     adapters: dict[int, nn.Module] = {}
 
-    def adapter(name: str, weight: nn.Parameter, make: Callable[..., nn.Module]) -> Any:
+    def adapter(name: str, weight: nn.Parameter, make: Callable[..., Made]) -> Made | None:
         if id(weight) not in adapters and any(chosen.get(name, ())):
             adapters[id(weight)] = make(matrices[name], chosen[name], shared, build)
-        return adapters.get(id(weight))
+        return cast("Made | None", adapters.get(id(weight)))
 
     for name, linear in adapted_linears(model):
         linear.lora = adapter(f"{name}.weight", linear.weight, partial(linear_adapter, linear))

@@ -254,7 +254,7 @@ class _ReadPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._read = read
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         value = super().lookup_object(index)
         return self._read(index.fqn) if isinstance(value, Tensor) else value
 
