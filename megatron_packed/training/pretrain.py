@@ -201,7 +201,7 @@ def _check_and_train(launch: Launch) -> ExitCode:
 
         check_same_flags(config, groups)
     check_kernels(config, groups.device)
-    if not any(config.checkpoint.starts):
+    if config.model.has_adapters and not any(config.checkpoint.starts):
         from megatron_packed.resume.restore import refuse_random_base
 
         refuse_random_base(config)
