@@ -214,6 +214,11 @@ class Dispatcher(ABC):
         """
         return tokens * self.config.moe_router_topk / self.ep.size
 
+    def rows_on_meta(self, tokens: int) -> int:
+        """Return the rows of this rank's experts on the meta device, whose routing has no values."""
+        worst = self.worst_rows(tokens)
+        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
+
     def exact_rows(self, needed: int, tokens: int) -> int:
         """Return the rows of a buffer for ``needed`` rows."""
         return self.room.same_tiles(max(needed, 1), self.num_local, self.worst_rows(tokens))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
 from megatron_packed.distributed.collectives import all_gather_rows
-from megatron_packed.distributed.differentiable import gather_rows, scatter_rows
+from megatron_packed.distributed.differentiable import Group, gather_rows, scatter_rows
 from megatron_packed.layers.moe.dispatcher import (
     Dispatched,
     Dispatcher,
@@ -45,14 +45,8 @@ class AllGatherDispatcher(Dispatcher):
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> Dispatched:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
-        # Gather weights and expert ids together as float32, which represents every expert id
-        # exactly.
-        routes_T2K = torch.cat(
-            [topk_weights_TK, topk_expert_ids_TK.to(topk_weights_TK.dtype)], dim=1
-        )
-        x_GD, routes_G2K = gather_rows(x_TD, group), gather_rows(routes_T2K, group)
-        weights_GK, numbers_GK = routes_G2K.chunk(2, dim=1)
-        ids_GK = numbers_GK.detach().to(torch.int32)
+        x_GD = gather_rows(x_TD, group)
+        ids_GK, weights_GK = gathered_routes(topk_expert_ids_TK, topk_weights_TK, group)
         # Ids of experts on other ranks become negative or too large, so `permute` ignores them.
         local_GK = ids_GK - self.ep.rank * self.num_local
         rows_e = self._rows_of_ranks(ids_GK) if self.room.bounds is not None else None
@@ -110,7 +104,7 @@ class AllToAllDispatcher(Dispatcher):
         mine_eL = counts_eeL[:, self.ep.rank]
         if counts_eeL.is_meta:
             sent = [self.even_rows(x_TD.shape[0]) // ranks] * ranks
-            received = [self._rows_on_meta(x_TD.shape[0]) // ranks] * ranks
+            received = [self.rows_on_meta(x_TD.shape[0]) // ranks] * ranks
         else:
             loads = counts_eeL.sum(dim=2).tolist()  # the host sync
             sent = loads[self.ep.rank]
@@ -138,11 +132,6 @@ class AllToAllDispatcher(Dispatcher):
             exchange=Exchange(sent, received),
             arrived=arrived,
         )
-
-    def _rows_on_meta(self, tokens: int) -> int:
-        """Return the rows that this rank receives on the meta device, whose routing has no values."""
-        worst = self.worst_rows(tokens)
-        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         assert dispatched.exchange is not None and dispatched.arrived is not None, (
@@ -279,6 +268,16 @@ class PaddedAllToAllDispatcher(Dispatcher):
 
     def worst_rows(self, tokens: int) -> int:
         return self.num_local * self.ep.size * self.capacity(tokens)
+
+
+def gathered_routes(
+    ids_TK: Tensor, weights_TK: Tensor, group: Group | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``(G, K)`` int32 expert numbers and weights of the tokens of all ranks."""
+    # One gather of float32, which represents every expert number exactly.
+    routes_T2K = torch.cat([weights_TK, ids_TK.to(weights_TK.dtype)], dim=1)
+    weights_GK, numbers_GK = gather_rows(routes_T2K, group).chunk(2, dim=1)
+    return numbers_GK.detach().to(torch.int32), weights_GK
 
 
 def rows_needed(counts_eeL: Tensor) -> Tensor:

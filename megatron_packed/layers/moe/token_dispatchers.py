@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
-from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.moe.capacity import NOWHERE
 from megatron_packed.layers.moe.dispatcher import (
     Dispatched,
@@ -37,6 +36,7 @@ from megatron_packed.layers.moe.dispatcher import (
     no_overflow,
     no_rows,
 )
+from megatron_packed.layers.moe.dispatchers_between_ranks import gathered_routes
 from megatron_packed.layers.moe.expert_room import bounded_rows
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.permute.gathers import copy_rows, sum_rows
@@ -79,7 +79,7 @@ class TokenDispatcher(Dispatcher):
         tokens, me = x_TD.shape[0], self.ep.rank
         if x_TD.is_meta:
             sent = received = [math.ceil(self.even_part(tokens))] * self.ep.size
-            rows = self._rows_on_meta(tokens)
+            rows = self.rows_on_meta(tokens)
         else:
             # The host sync.
             *counts, rows = torch.cat(
@@ -122,10 +122,7 @@ class TokenDispatcher(Dispatcher):
     def routes_of_all(self, ids_TK: Tensor, weights_TK: Tensor) -> AllRoutes:
         """Gather the routes of all ranks. See [Note: one row for each token and rank]."""
         tokens, ranks = ids_TK.shape[0], self.ep.size
-        # One gather of float32, which represents every expert number exactly.
-        routes_T2K = torch.cat([weights_TK, ids_TK.to(weights_TK.dtype)], dim=1)
-        weights_GK, numbers_GK = gather_rows(routes_T2K, self.ep.group).chunk(2, dim=1)
-        ids_GK = numbers_GK.detach().to(torch.int32)
+        ids_GK, weights_GK = gathered_routes(ids_TK, weights_TK, self.ep.group)
         # -1 for a route without an expert (NOWHERE), which no rank counts.
         rank_GK1 = torch.div(ids_GK, self.num_local, rounding_mode="floor")[:, :, None]
         chosen_GKe = rank_GK1 == torch.arange(ranks, dtype=torch.int32, device=ids_TK.device)
@@ -174,11 +171,6 @@ class TokenDispatcher(Dispatcher):
             tokens: token slots that each rank dispatches.
         """
         return min(tokens, self.num_local * self.capacity(tokens))
-
-    def _rows_on_meta(self, tokens: int) -> int:
-        """Return the rows of this rank's experts on the meta device, whose routing has no values."""
-        worst = self.worst_rows(tokens)
-        return min(self.even_rows(tokens), worst) if self.even_on_meta else worst
 
 
 class BoundedTokenDispatcher(TokenDispatcher):
