@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
-from megatron_packed.ops.quack_tiles import alignment_reasons
 
 
 class Products(NamedTuple):
@@ -31,18 +29,6 @@ class Products(NamedTuple):
     """``(main_grad_EOI, dy_RO, x_RI) -> bool``: whether `add_weight_gradient` supports the tensors."""
     add_weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """``(main_grad_EOI, dy_RO, x_RI, offsets_E)``: adds ``dW_e`` to ``main_grad`` in float32."""
-
-
-def shape_and_dtype_reasons(inputs: GroupedMLPInputs) -> list[str]:
-    """Return the reasons why no product of this kind supports these inputs; empty if it may."""
-    reasons = []
-    if inputs.dtype != torch.bfloat16 or inputs.weight_dtype != torch.bfloat16:
-        reasons.append(
-            f"rows ({inputs.dtype}) and weights ({inputs.weight_dtype}) must be bfloat16"
-        )
-    return reasons + alignment_reasons(
-        channels=inputs.channels, hidden_size=inputs.hidden_out, rows_of_w1=inputs.hidden_in
-    )
 
 
 def row_bounds(offsets_E: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
     Products,
     first_linear,
     second_linear,
-    shape_and_dtype_reasons,
 )
+from megatron_packed.ops.grouped_mlp.input_reasons import shape_and_dtype_reasons
 from megatron_packed.ops.grouped_mlp.weight_gradient import add_weight_gradient, can_add
 from megatron_packed.torch_private import grouped_mm as _product
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_packed.memory_purpose import Purpose, counted_as
 from megatron_packed.ops.activation.api import Kind, activation
 from megatron_packed.ops.grouped_mlp.api import GroupedMLPInputs
-from megatron_packed.ops.grouped_mlp.grouped_linear import shape_and_dtype_reasons
+from megatron_packed.ops.grouped_mlp.input_reasons import shape_and_dtype_reasons
 from megatron_packed.ops.on_meta import Memory, of_shape, workspace
 
 

@@ -25,8 +25,8 @@ from megatron_packed.ops.grouped_mlp.grouped_linear import (
     first_linear,
     row_bounds,
     second_linear,
-    shape_and_dtype_reasons,
 )
+from megatron_packed.ops.grouped_mlp.input_reasons import shape_and_dtype_reasons
 from megatron_packed.ops.quack_tiles import (
     SCHEDULE,
     bound_plans,
