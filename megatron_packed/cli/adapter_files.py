@@ -260,8 +260,11 @@ def import_adapters(
     config: Path | None = None,
     step: Step = None,
     ignored: Collection[str] = (),
-) -> tuple[SavedCheckpoint, ModelConfig]:
+) -> tuple[SavedCheckpoint, ModelConfig, list[str]]:
     """Write a checkpoint of the adapters in a folder of PEFT, for ``--load-adapter``.
+
+    Returns the checkpoint, the model with adapters, and the tensors that were rounded to the data type
+    of the base.
 
     Args:
         base: checkpoint of the base that the adapters belong to.
@@ -285,13 +288,18 @@ def import_adapters(
         MODEL + name: value.to(dtype if is_adapter(name) else records[MODEL + name].dtype)
         for name, value in tensors.items()
     }
+    rounded = [
+        name
+        for name, value in tensors.items()
+        if not torch.equal(values[MODEL + name].to(value), value)
+    ]
     for name in _buffers(model):
         values[MODEL + name] = weights.read(MODEL + name)
     stored = {"model": section_to_dict(model), "training": {"bf16": bf16}}
     kept = {key: metadata[key] for key in (ORIGINAL, "tokenizer_hash") if key in metadata}
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in values.items()}
     metadata = {**kept, ADAPTERS: identity._asdict()}
-    return _save(root, model, shapes, values.__getitem__, stored, metadata), model
+    return _save(root, model, shapes, values.__getitem__, stored, metadata), model, rounded
 
 
 def _buffers(model: ModelConfig) -> list[str]:

@@ -532,7 +532,7 @@ def _from_peft(arguments: argparse.Namespace) -> None:
 
     root = Path(arguments.save).absolute()
     _, config = _original(arguments)
-    saved, model = import_adapters(
+    saved, model, rounded = import_adapters(
         Path(arguments.from_peft),
         Path(arguments.load),
         root,
@@ -543,6 +543,10 @@ def _from_peft(arguments: argparse.Namespace) -> None:
     show(f"{saved.path}: {saved.num_bytes:,} bytes")
     words = " ".join(map(shlex.quote, model.lora_target_modules))
     show(f"adapters of rank {model.lora_rank}, with --lora-target-modules {words}")
+    if rounded:
+        show(
+            f"{len(rounded)} tensors were rounded to the data type of the base, such as {rounded[0]}."
+        )
     base, adapters = shlex.quote(arguments.load), shlex.quote(str(root))
     show(f"Answer prompts with: megatron-packed generate --load {base} --load-adapter {adapters}")
     show(f"Train on with: --pretrained-checkpoint {base} --load-adapter {adapters}")

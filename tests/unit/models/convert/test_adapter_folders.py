@@ -268,6 +268,18 @@ def test_a_merge_rounds_once() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, wide.bfloat16())
 
 
+def test_an_import_says_that_a_base_in_bf16_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, _ = converted(tmp_path, family="llama")
+    low, folder = tmp_path / "low", tmp_path / "folder"
+    assert convert("--from-hf", hf, "--save", low, "--bf16") == 0
+    adapters, _ = random_adapters("llama")
+    write_adapters(folder, adapters, base_model=str(hf))
+    assert convert("--from-peft", folder, "--load", low, "--save", tmp_path / "lora") == 0
+    assert "tensors were rounded to the data type of the base" in capsys.readouterr().out
+
+
 def test_a_folder_goes_through_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +290,7 @@ def test_a_folder_goes_through_a_checkpoint(
     write_adapters(folder, adapters, base_model=str(hf))
     assert read_json(folder / "adapter_config.json")["lora_dropout"] == 0  # because of its experts
     assert convert("--from-peft", folder, "--load", ours, "--save", lora) == 0
-    capsys.readouterr()
+    assert "rounded" not in capsys.readouterr().out
     assert convert("--to-peft", again, "--load", lora, "--hf-base", hf) == 0
     said = capsys.readouterr().out
     assert "PEFT loads no adapters of 2 matrices, such as model.layers.0.mixer.out_proj" in said
