@@ -76,6 +76,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
+    "hybrid_1b": Size("hybrid_1b", 8),
     "nemotron_h_8b": Size("nemotron_h_8b", 8),
     "qwen3_5_9b": Size("qwen3_5_9b", 8),
     "moe_30b_a3b_balanced": Size(

@@ -28,7 +28,7 @@ class Products(NamedTuple):
     can_add: Callable[[Tensor, Tensor, Tensor], bool]
     """``(main_grad_EOI, dy_RO, x_RI) -> bool``: whether `add_weight_gradient` supports the tensors."""
     add_weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """``(main_grad_EOI, dy_RO, x_RI, offsets_E)``: adds ``dW_e`` to ``main_grad`` in float32."""
+    """``(main_grad_EOI, dy_RO, x_RI, offsets_E)``: adds ``dW_e`` to ``main_grad``, in its dtype."""
 
 
 def row_bounds(offsets_E: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 flash-attn 4 installs quack. Its products read the row counts on the device, like PyTorch's. The
 15 products measured on an H200 take 0.75 to 0.92 of the time of the other backend. The gradient of a
-weight is added into ``main_grad`` (fp32) by the tensor memory accelerator. Kernels are compiled on
-first use, in a few seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
+weight is added into ``main_grad`` by the tensor memory accelerator, in fp32 or in bf16. In bf16 the
+gradient of a micro-batch is rounded before it is added. Kernels are compiled on first use, in a few
+seconds, and kept in ``QUACK_CACHE_DIR`` (`config.environment_variables`).
 
 The tile of a product depends on the widths of its tensors (`quack_tiles`). So it is the same for any row
 counts, and the terms of a row are summed in the same order. One program owns a tile, so equal inputs
@@ -67,7 +68,7 @@ def _weight_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
 
 def _can_add(main_grad_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor) -> bool:
     tensors = (main_grad_EOI, dy_RO, x_RI)
-    return main_grad_EOI.dtype == torch.float32 and all(
+    return main_grad_EOI.dtype in (torch.float32, torch.bfloat16) and all(
         tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors
     )
 

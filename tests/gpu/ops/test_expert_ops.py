@@ -131,6 +131,30 @@ def test_weight_gradients_are_sums_in_float32(out, inner, backend):
     assert (main_grad[[0, 2]] == 3).all()
 
 
+@pytest.mark.parametrize("out, inner", [(384, 256), (256, 256), (136, 72), (8, 520)])
+def test_sums_in_bf16_are_those_of_a_separate_addition(out, inner):
+    """quack rounds a gradient to bf16 and then adds it in bf16: two roundings, as two kernels do."""
+    products = import_module("megatron_packed.ops.grouped_mlp.quack").PRODUCTS
+    ends = [0, 5, 5, 700, 961]
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    main_grad = torch.randn(len(ends), out, inner, generator=generator, device="cuda").bfloat16()
+    apart = main_grad.clone()
+    for _ in range(3):
+        dy, x = (
+            torch.randn(T, width, generator=generator, device="cuda").bfloat16()
+            for width in (out, inner)
+        )
+        dy[ends[-1] :], x[ends[-1] :] = torch.nan, torch.nan
+        assert products.can_add(main_grad, dy, x)
+        products.add_weight_gradient(main_grad, dy, x, offsets)
+        gradient = products.weight_gradient(dy, x, offsets)
+        for expert, (start, end) in enumerate(zip([0, *ends], ends)):
+            if end > start:
+                apart[expert] += gradient[expert]
+    assert main_grad.equal(apart)
+
+
 @pytest.mark.parametrize("backend", GROUPED)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_run_gives_the_same_bits(accumulate, backend):

@@ -53,7 +53,8 @@ def test_the_command_line_of_each_size_is_taken(name, layers, data):
         SIZES[name], str(data), 4, layers, "", quick=False, device="cuda"
     )
     config = parse_with_sources(words, 4, on_this_machine=False).config
-    assert len(config.model.hybrid_layer_pattern) == (layers or 52 + 12 * (name == "qwen3_5_9b"))
+    all_layers = {"hybrid_1b": 28, "qwen3_5_9b": 64}.get(name, 52)
+    assert len(config.model.hybrid_layer_pattern) == (layers or all_layers)
     assert config.micro_batches_per_step(4) == SIZES[name].packs
     assert config.parallel.overlap_grad_reduce and config.parallel.overlap_param_gather
     experts = config.model.num_experts is not None
