@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import beside_megatron
 import capacity_cost
 import elementwise
+import expert_gradients
 import expert_graphs
 import full_step
 import gated_delta_rule
@@ -51,6 +52,7 @@ import real_sizes
 import recipe_mfu
 import repeatability
 import ssd
+import state_precision
 import step_edge
 import step_times
 import train_real
@@ -290,11 +292,13 @@ TABLES = {
     "gated_delta_rule_ratios": Table(
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
+    "expert_gradients": Table("expert_gradients.py", "expert_gradients", expert_gradients.rows_of),
     "gradient_sums": Table("gradient_sums.py", "gradient_sums", gradient_sums.rows_of),
     "optimizer_step": Table("optimizer_step.py", "optimizer_step", optimizer_step.rows_of),
     "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
     **{name: Table("real_sizes.py", name, real_sizes.rows_of) for name in real_sizes.RESULTS},
     "recipe_gated_delta_1b": Table("recipe_mfu.py", "recipe_gated_delta_1b", recipe_mfu.rows_of),
+    "state_precision": Table("state_precision.py", "state_precision", state_precision.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
     "ssd_two_tiles": Table("ssd.py", "ssd_two_tiles", ssd.rows_of),

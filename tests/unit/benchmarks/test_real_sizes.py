@@ -26,13 +26,15 @@ def data(tmp_path):
     return tmp_path / "packs"
 
 
-def test_a_run_of_each_kind_of_model_is_measured(data, run_script, monkeypatch):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_run_of_each_kind_of_model_is_measured(adapters, data, run_script, monkeypatch):
     """In this process in place of a job of its own; a CPU has neither a profile nor a peak."""
     monkeypatch.setattr(
         real_sizes, "start", lambda job, gpus, limit: real_sizes.run_rank(job) or ""
     )
     options = ("--quick", "--device", "cpu", "--layers", "3", "--graphs", "none", "--flags", TINY)
     sizes = ("nemotron_h_8b", "moe_30b_a3b_balanced")
+    options = (*options[:-1], f"{TINY} --lora-rank 2") if adapters else options
     document = run_script("real_sizes", data, *options, "--sizes", *sizes)
     for name in sizes:
         (found,) = document["results"]["sizes"][name]["runs"].values()
