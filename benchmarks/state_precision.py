@@ -159,16 +159,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="data set of prepare_packs.py, without .bin")
-    parser.add_argument("--gpus", type=int, default=1, help="runs at the same time")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs, if CUDA_VISIBLE_DEVICES names none"
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     harness.common_arguments(parser)
     arguments = parser.parse_args()
     device = device_from(arguments.device).type
     gpus: SimpleQueue[str] = SimpleQueue()
-    for number in range(arguments.gpus):
-        gpus.put(str(number))
-    with ThreadPoolExecutor(arguments.gpus) as pool:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for gpu in given.split(",") if given else map(str, range(arguments.gpus)):
+        gpus.put(gpu)
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
         jobs = {name: pool.submit(run, name, arguments, device, gpus) for name in arguments.runs}
         runs = {name: job.result() for name, job in jobs.items()}
     results = {"steps": arguments.steps, "runs": runs, "compared": compared(runs)}
