@@ -400,20 +400,21 @@ def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor],
             x_TD = torch.randn(24, 32, generator=generator, dtype=torch.float64)
             routing = mixer.router(x_TD, packs()[0].packed)
             routed.append((x_TD, routing.topk_expert_ids_TK, routing.topk_weights_TK))
+        send, send_back = mixer.dispatcher.send, mixer.dispatcher.send_back
         apart = []
         for arguments in routed:
-            there = mixer.dispatcher.dispatch(*arguments)
+            (there,) = (receive() for receive in send(*arguments))
             y_RD = mixer.experts(there.x_RD, there.offsets_E)
-            apart.append(mixer.dispatcher.combine(y_RD, there).detach())
-        both = [mixer.dispatcher.dispatch(*arguments) for arguments in routed]
+            apart.append(send_back(y_RD, there)().detach())
+        both = [receive() for arguments in routed for receive in send(*arguments)]
         results = [mixer.experts(there.x_RD, there.offsets_E) for there in both]
         pairs = zip(results, both, strict=True)
-        found.append((apart, [mixer.dispatcher.combine(*pair).detach() for pair in pairs]))
+        found.append((apart, [send_back(*pair)().detach() for pair in pairs]))
     return found
 
 
 def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> None:
-    """Check that ``dispatch`` and ``combine`` share no state except the result of ``dispatch``."""
+    """Check that ``send`` and ``send_back`` share no state except the arrived part."""
     runs = [
         Run({**SOFTMAX, **kind}, "E")
         for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED}, TOKENS)
