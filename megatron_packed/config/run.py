@@ -324,6 +324,13 @@ class RunConfig:
         unbounded = self.expert_rank_capacity_factor is None
         return unbounded and self.model.dispatch_asks_the_device
 
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts in which rows travel to the experts of other ranks; 1 without an overlap."""
+        travels = self.model.moe_token_dispatcher_type == "alltoall"  # noqa: S105
+        shared = self.parallel.expert_model_parallel_size > 1
+        return self.model.moe_comm_overlap_parts if shared and travels else 1
+
     def padding_problem(self, vocab_size: int) -> tuple[str, str] | tuple[()]:
         """Return how ``--padded-vocab-size`` differs from this vocabulary after padding, and the
         cure; empty if it is equal or not given.

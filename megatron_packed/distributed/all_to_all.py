@@ -30,7 +30,8 @@ In autograd's graph an exchange is two nodes: `_Send` starts a collective, `_Rec
 The backward of `_Receive` starts the collective in the opposite direction, and the backward of
 `_Send` waits for it. Autograd runs the most recently created of the nodes that are ready. All
 results are received after the last part was computed. So the backward pass mirrors the order: the
-gradients of all results start to travel, then the last part is computed first.
+gradients of all results start to travel, then the last part is computed first. Rows for experts travel
+in the same way, see [Note: experts in parts] in ``layers/moe/layer.py``.
 
 All ranks start the messages in the same order, and a process group sends them in this order. On
 CUDA the current stream waits, and never the host. A CUDA graph captures the messages as a branch
@@ -98,13 +99,13 @@ class EqualExchange:
             return self.memory.exchange(x, used)
         return exchange_parts(x, self.group)
 
-    def start(self, x: Tensor) -> tuple[Tensor, Started]:
+    def start(self, x: Tensor, used: UsedBytes | None = None) -> tuple[Tensor, Started]:
         """Start ``exchange`` of a contiguous ``x``.
 
-        Call ``wait_for`` before the result is read or ``x`` is freed.
+        Call ``wait_for`` before the result is read, or ``x`` or ``used`` is freed.
         """
         if self.memory is not None:
-            return self.memory.start(x)
+            return self.memory.start(x, used)
         return start_exchange(x, self.group)
 
     def close(self) -> None:
@@ -215,141 +216,170 @@ def compute_by_heads(
     """
     ranks = exchange.size
     arriving = [
-        _InMotion(exchange, parts).send(x_cTW) for x_cTW in messages_of_heads(tensors, ranks, parts)
+        parts_in_motion(exchange, overlaps=parts > 1).send(x_cTW)
+        for x_cTW in messages_of_heads(tensors, ranks, parts)
     ]
     returning = []
     for number, part in enumerate(arriving):
         y_TNP = compute(number, part.receive().flatten(0, 1))
         returning.append(
-            _InMotion(exchange, parts).send(y_TNP.reshape(ranks, -1, *y_TNP.shape[1:]))
+            parts_in_motion(exchange, overlaps=parts > 1).send(
+                y_TNP.reshape(ranks, -1, *y_TNP.shape[1:])
+            )
         )
     # (c, T/c, N/(c parts), P) -> (T/c, c, parts, N/(c parts), P) -> (T/c, N, P)
     results = [part.receive().transpose(0, 1) for part in returning]
     return torch.stack(results, dim=2).flatten(1, 3)
 
 
-class _InMotion:
-    """One part on its way, in the forward or in the backward pass.
+Start = Callable[[Tensor], tuple[Tensor, Started | None]]
+"""Starts an exchange of a contiguous tensor: memory of the result, and the collective that writes it.
+None stands for a collective after which the current stream continues.
+"""
+
+
+class InMotion:
+    """Tensor on its way to other ranks, in the forward or in the backward pass.
 
     Args:
-        exchange: exchange of the ranks.
-        parts: number of parts of the exchange. With more than one the collective runs beside
-            other operations.
+        there: starts the exchange.
+        back: starts its adjoint, an exchange in the opposite direction.
     """
 
-    def __init__(self, exchange: EqualExchange, parts: int) -> None:
-        self._exchange = exchange
-        self._overlaps = parts > 1
+    def __init__(self, there: Start, back: Start) -> None:
+        self.there = there
+        self.back = back
         self._sent: Tensor | None = None
         self._started: Started | None = None
         self._arriving: Tensor | None = None
+        self._edge: Tensor | None = None
 
-    def send(self, x: Tensor) -> _InMotion:
-        """Start to exchange the parts of ``x`` ``(c, ...)``, with autograd support."""
-        self._arriving = _Send.apply(x, self)  # type: ignore[no-untyped-call]
+    def send(self, x: Tensor) -> InMotion:
+        """Start to exchange ``x``, with autograd support."""
+        self._edge = _Send.apply(x, self)  # type: ignore[no-untyped-call]
         return self
 
     def receive(self) -> Tensor:
         """Return the exchanged tensor, with autograd support."""
-        arriving = self._arriving
-        self._arriving = None
-        return cast(Tensor, _Receive.apply(arriving, self))  # type: ignore[no-untyped-call]
+        edge = self._edge
+        self._edge = None
+        return cast(Tensor, _Receive.apply(edge, self))  # type: ignore[no-untyped-call]
 
-    def start(self, x: Tensor) -> Tensor:
-        """Return the memory of the exchanged tensor, which is complete after ``wait``."""
-        # Keep the memory of `x`, which may be a copy, until the collective has read it.
+    def start(self, x: Tensor, exchange: Start) -> Tensor:
+        """Start an exchange, and return an empty tensor, which connects the two nodes.
+
+        The exchanged tensor would not do: its gradient may have the size of ``x`` instead.
+        """
+        # Keep the memory of `x`, which may be a copy, until the collective has read it. NCCL and gloo
+        # send memory in address order, so elements of a transposed view would be misplaced.
         self._sent = x = x.contiguous()
-        if not self._overlaps:
-            return self._exchange.exchange(x)
-        with record_function("cp::start_exchange"):
-            result, self._started = self._exchange.start(x)
-        return result
+        self._arriving, self._started = exchange(x)
+        return x.new_empty(0)
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the exchange, and return the exchanged tensor."""
         wait_for(self._started)
-        self._started = self._sent = None
+        arrived = self._arriving
+        assert arrived is not None, "an exchange is received once"
+        self._started = self._sent = self._arriving = None
+        return arrived
+
+
+def parts_in_motion(
+    exchange: EqualExchange, used: UsedBytes | None = None, *, overlaps: bool
+) -> InMotion:
+    """Return a tensor ``(c, ...)`` in motion: part r goes to rank r. The map is its own adjoint.
+
+    Args:
+        exchange: exchange of the ranks.
+        used: as for `EqualExchange.exchange`.
+        overlaps: True if the exchange runs beside other operations.
+    """
+
+    def start(x: Tensor, used: UsedBytes | None) -> tuple[Tensor, Started | None]:
+        if not overlaps:
+            return exchange.exchange(x, used), None
+        with record_function("exchange::start"):
+            return exchange.start(x, used)
+
+    back = None if used is None else used.reversed
+    return InMotion(partial(start, used=used), partial(start, used=back))
+
+
+def rows_in_motion(
+    sent: Sequence[int], received: Sequence[int], group: Group, *, overlaps: bool
+) -> InMotion:
+    """Return rows in motion: ``sent[r]`` consecutive rows go to each rank r.
+
+    The backward pass sends the gradients of the rows in the opposite direction.
+
+    Args:
+        sent: host integers, one per rank. ``sent[r]`` must equal rank r's ``received`` for this
+            rank.
+        received: host integers, one per rank.
+        group: process group.
+        overlaps: True if the exchange runs beside other operations.
+    """
+    # The sizes are host integers known before the call, so the host never waits for the device.
+    start = partial(_start_rows, group=group, overlaps=overlaps)
+    there, back = list(sent), list(received)
+    return InMotion(
+        partial(start, sent=there, received=back), partial(start, sent=back, received=there)
+    )
+
+
+def _start_rows(
+    x: Tensor, *, sent: list[int], received: list[int], group: Group, overlaps: bool
+) -> tuple[Tensor, Started | None]:
+    with counted_as(Purpose.COMMUNICATION):
+        result = x.new_empty(sum(received), *x.shape[1:])
+    work = None
+    if exchanges(group, "all_to_all", x, overlaps=overlaps):
+        work = dist.all_to_all_single(result, x, received, sent, group=group, async_op=overlaps)
+    return result, None if work is None else Started(work, "all_to_all_single", group)
 
 
 class _Send(torch.autograd.Function):
     """Start of an exchange; the backward pass waits for the gradient's exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: _InMotion) -> Tensor:
-        ctx.part = part
-        return part.start(x)
+    def forward(ctx: Any, x: Tensor, moving: InMotion) -> Tensor:
+        ctx.moving = moving
+        return moving.start(x, moving.there)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.part.wait()
-        return dx, None
+    def backward(ctx: Any, edge: Tensor) -> tuple[Tensor, None]:
+        return ctx.moving.wait(), None
 
 
 class _Receive(torch.autograd.Function):
     """End of an exchange; the backward pass starts the gradient's exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: _InMotion) -> Tensor:
-        ctx.part = part
-        part.wait()
-        return x.view_as(x)
+    def forward(ctx: Any, edge: Tensor, moving: InMotion) -> Tensor:
+        ctx.moving = moving
+        return moving.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # The exchange is its own adjoint.
-        return ctx.part.start(dy), None
+        return ctx.moving.start(dy, ctx.moving.back), None
 
 
-def exchange_rows(
-    x_RD: Tensor, sent: Sequence[int], received: Sequence[int], group: Group | None
-) -> Tensor:
-    """Send ``sent[r]`` consecutive rows to each rank r and receive ``received[r]`` rows from it.
-
-    The backward pass sends the gradients of the rows in the opposite direction.
-
-    Args:
-        x_RD: ``(sum(sent), ...)`` rows, in the order of the ranks that receive them.
-        sent: host integers, one per rank. ``sent[r]`` must equal rank r's ``received`` for this
-            rank.
-        received: host integers, one per rank.
-        group: process group; ``None`` returns ``x_RD`` unchanged.
-    Returns:
-        ``(sum(received), ...)`` rows, in the order of the ranks that sent them.
-    """
-    # The sizes are host integers known before the call, so the host never waits for the device.
-    forward = partial(_all_to_all, sent=list(sent), received=list(received))
-    back = partial(_all_to_all, sent=list(received), received=list(sent))
-    return linear_map(x_RD, group, forward, back)
-
-
-def exchange_equal_parts(
-    x: Tensor, exchange: EqualExchange | None, used: UsedBytes | None = None
-) -> Tensor:
+def exchange_equal_parts(x: Tensor, exchange: EqualExchange | None) -> Tensor:
     """Exchange the parts of ``x`` ``(c, ...)``: send part r to rank r, receive part s from rank s.
 
     This linear map is its own adjoint, so the backward pass runs the same exchange. For ``exchange``
-    None the result is ``x``. See `EqualExchange.exchange` for ``used``.
+    None the result is ``x``.
     """
     if exchange is None:
         return x
 
-    def forward(parts: Tensor, group: Group) -> Tensor:
-        return exchange.exchange(parts, used)
+    def apply(parts: Tensor, group: Group) -> Tensor:
+        return exchange.exchange(parts)
 
-    def backward(parts: Tensor, group: Group) -> Tensor:
-        return exchange.exchange(parts, None if used is None else used.reversed)
-
-    return linear_map(x, exchange.group, forward, backward)
-
-
-def _all_to_all(x: Tensor, group: Group, *, sent: list[int], received: list[int]) -> Tensor:
-    x = x.contiguous()
-    with counted_as(Purpose.COMMUNICATION):
-        result = x.new_empty(sum(received), *x.shape[1:])
-    if exchanges(group, "all_to_all", x):
-        dist.all_to_all_single(result, x, received, sent, group=group)
-    return result
+    return linear_map(x, exchange.group, apply, apply)
 
 
 def _shared_heads(x: Tensor, ranks: int) -> Tensor:

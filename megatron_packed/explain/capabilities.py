@@ -451,6 +451,10 @@ def _experts(config: RunConfig, device: torch.device) -> Iterator[Capability]:
         how += f", in rows of {model.moe_latent_size} channels"
     if factor is not None:
         how += f"; their rows are bounded (--moe-expert-rank-capacity-factor {factor})"
+    if config.expert_parts > 1:
+        how += (
+            f"; they travel in {config.expert_parts} parts, while the experts compute other parts"
+        )
     waits = f"{how}, with one host sync per E layer"
     cure = "--moe-expert-rank-capacity-factor auto, or --moe-token-dispatcher-type allgather"
     yield row(
@@ -464,6 +468,8 @@ def _experts(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     differ = "tensor-parallel ranks dispatch different tokens, and the shared expert has collectives of its own"
     no_gpu = f"streams need a GPU, and the device is {device.type}"
     after = "the shared expert runs after the other experts"
+    if config.expert_parts > 1 and not parallel.splits_tokens_of_experts:
+        after += ", while their last results travel"
     yield row(
         "shared-expert overlap",
         (not model.moe_shared_expert_overlap, OFF, after),

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_packed.distributed.all_to_all import (
     EqualExchange,
     compute_by_heads,
-    exchange_rows,
     heads_to_rows,
+    rows_in_motion,
     rows_to_columns,
 )
 from megatron_packed.distributed.collectives import all_reduce_sum
@@ -68,9 +68,9 @@ def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sent = [counts(rank, other) for other in range(size)]
-    return exchange_rows(
-        x[: sum(sent)], sent, [counts(other, rank) for other in range(size)], group
-    )
+    received = [counts(other, rank) for other in range(size)]
+    overlaps = x.dtype == torch.float32
+    return rows_in_motion(sent, received, group, overlaps=overlaps).send(x[: sum(sent)]).receive()
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ CASES = {
     "pass_on": Case(pass_on, OWN, OWN),
     "rows_to_columns": Case(fused_to_columns, OWN, OWN, (5, 24)),
     "heads_to_rows": Case(fused_to_rows, OWN, OWN, (16, 8)),
-    "exchange_rows": Case(by_counts, OWN, OWN, (12, 3)),
+    "rows_in_motion": Case(by_counts, OWN, OWN, (12, 3)),
 }
 
 
@@ -190,7 +190,7 @@ def meaning(name: str, x: list[Tensor], rank: int) -> Tensor:
     if name == "heads_to_rows":
         rows = [part.chunk(size)[rank].split([6, 2], dim=1) for part in x]
         return torch.cat([*(y for y, _ in rows), *(z for _, z in rows)], dim=1)
-    assert name == "exchange_rows"
+    assert name == "rows_in_motion"
     starts = [sum(counts(source, other) for other in range(rank)) for source in range(size)]
     return torch.cat(
         [

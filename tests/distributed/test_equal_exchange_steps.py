@@ -29,6 +29,11 @@ CASES: dict[str, tuple[Way, dict[str, Any]]] = {
     "heads in parts": (Way(2, cp_size=2), {"cp_comm_overlap_parts": 2}),
     "rows of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {}),
     "tokens of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {"moe_dispatch": "tokens"}),
+    "rows in parts": (Way(4, ep_size=4, dispatcher="alltoall"), {"moe_comm_overlap_parts": 3}),
+    "tokens in parts": (
+        Way(2, ep_size=2, dispatcher="alltoall"),
+        {"moe_dispatch": "tokens", "moe_comm_overlap_parts": 2},
+    ),
 }
 """Layout and more options of the run."""
 

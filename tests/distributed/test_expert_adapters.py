@@ -65,6 +65,7 @@ def one_process(changes: tuple[tuple[str, float], ...]):
         (Way(2, ep_size=2), {}),
         (Way(2, ep_size=2, dispatcher="alltoall", distributed_optimizer=True), BOUNDED),
         (Way(2, ep_size=2, dispatcher="alltoall"), PADDED),
+        (Way(2, ep_size=2, dispatcher="alltoall"), {"moe_comm_overlap_parts": 2}),
         (Way(2, tp_size=2), DROPPING),
         (Way(2, tp_size=2, expert_tp_size=1, ep_size=2, dispatcher="alltoall"), {}),
         (Way(4, 2, True, True, ep_size=2), {}),

@@ -70,9 +70,13 @@ def compared_bounds(
     wanted, _ = results_of(groups, way, job_of(groups, way, None, options), None)
     job = job_of(groups, way, "auto", options)
     needed, even = needed_by(groups, way, job), job.model.expert_room.even
+    parts = job.model.moe_layers[0].mixer.dispatcher.parts
 
     def less(of_rank: float, of_peer: float) -> Load:
-        return Load(needed.rank - of_rank / even.rank, needed.peer - of_peer / even.peer)
+        """Return bounds with so many rows less in each part."""
+        return Load(
+            needed.rank - parts * of_rank / even.rank, needed.peer - parts * of_peer / even.peer
+        )
 
     size = float(way.ep_size)
     runs = {
@@ -109,6 +113,8 @@ def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
         ("alltoall", {}),
         ("allgather", {}),
         ("alltoall", {"moe_dispatch": "tokens"}),
+        ("alltoall", {"moe_comm_overlap_parts": 3}),
+        ("alltoall", {"moe_dispatch": "tokens", "moe_comm_overlap_parts": 2}),
     ):
         way = way._replace(dispatcher=dispatcher)
         ranks = pools.run(compared_bounds, way.world_size, way, options, layout=way.layout)
@@ -125,10 +131,12 @@ def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
                 assert len(set(fits[first : first + way.ep_size])) == 1, (dispatcher, name, fits)
 
 
-def overflowing(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
+def overflowing(
+    groups: ParallelGroups, way: Way, impl: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Run a step whose routing exceeds the bounds, then steps after the bounds were raised."""
-    job, graphs, backend = graphed(way, groups, {}, impl)
-    eager = build_job(config_of(way), groups, VOCAB)
+    job, graphs, backend = graphed(way, groups, options, impl)
+    eager = build_job(config_of(way, **options), groups, VOCAB)
     said: list[str] = []
     bounds = ExpertBounds(job.step, groups, packs_per_step=4, say=said.append)
     room, steps = bounds.room, [step_of(way, groups, number, LENGTHS) for number in range(3)]
@@ -166,7 +174,11 @@ def validated(job: Job, micro_batches: list[MicroBatch]) -> tuple[float, float]:
     return float(job.step.validation_loss), float(job.step.validation_overflow)
 
 
-DISPATCHERS = {"local": ("allgather", "alltoall"), "full_iteration": ("alltoall",)}
+IN_PARTS = {"moe_comm_overlap_parts": 2}
+DISPATCHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "local": [("allgather", {}), ("alltoall", {"moe_dispatch": "tokens", **IN_PARTS})],
+    "full_iteration": [("alltoall", {}), ("alltoall", IN_PARTS)],
+}
 
 
 @pytest.mark.shows(
@@ -176,9 +188,9 @@ DISPATCHERS = {"local": ("allgather", "alltoall"), "full_iteration": ("alltoall"
 )
 @pytest.mark.parametrize("impl", DISPATCHERS)
 def test_an_overflow_is_repeated_and_raises_the_bounds(impl: str, pools: WorkerPools) -> None:
-    for dispatcher in DISPATCHERS[impl]:
+    for dispatcher, options in DISPATCHERS[impl]:
         way = Way(2, ep_size=2, dispatcher=dispatcher)
-        for found in pools.run(overflowing, 2, way, impl, layout=way.layout):
+        for found in pools.run(overflowing, 2, way, impl, options, layout=way.layout):
             assert found["held"] == [True, False, False], found
             assert found["equal"] == [True] * 3 and found["state"] and found["validated"]
             # Only the repeated step ran eagerly; the steps after it were replayed.

@@ -89,6 +89,7 @@ ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "alltoall"},
 )
 TOKENS = {**ALLTOALL, "moe_dispatch": "tokens"}
+IN_PARTS = {"moe_comm_overlap_parts": 3}
 LATENT = {"moe_latent_size": 12, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 PER_DOCUMENT = {
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -310,6 +311,8 @@ def test_ranks_compute_what_one_process_computes(
         Run({**SOFTMAX, **ALLGATHER, "moe_router_force_load_balancing": True}, "E*E", split),
         Run({**GATED, **TOKENS, **LATENT}, "E*E", split),
         Run({**SIGMOID, **TOKENS, FACTOR: 4.0}, "EE", split),
+        Run({**GATED, **ALLTOALL, **LATENT, **GLOBAL, **IN_PARTS}, "E*E", split),
+        Run({**SOFTMAX, **TOKENS, **LATENT, FACTOR: 4.0, **IN_PARTS}, "E*E"),
     ]
     check(pools, world_size, layout, runs[LAYOUTS.index((world_size, layout)) % 2 :: 2])
 
@@ -400,20 +403,21 @@ def between(groups: ParallelGroups, runs: list[Run]) -> list[tuple[list[Tensor],
             x_TD = torch.randn(24, 32, generator=generator, dtype=torch.float64)
             routing = mixer.router(x_TD, packs()[0].packed)
             routed.append((x_TD, routing.topk_expert_ids_TK, routing.topk_weights_TK))
+        send, send_back = mixer.dispatcher.send, mixer.dispatcher.send_back
         apart = []
         for arguments in routed:
-            there = mixer.dispatcher.dispatch(*arguments)
+            (there,) = (receive() for receive in send(*arguments))
             y_RD = mixer.experts(there.x_RD, there.offsets_E)
-            apart.append(mixer.dispatcher.combine(y_RD, there).detach())
-        both = [mixer.dispatcher.dispatch(*arguments) for arguments in routed]
+            apart.append(send_back(y_RD, there)().detach())
+        both = [receive() for arguments in routed for receive in send(*arguments)]
         results = [mixer.experts(there.x_RD, there.offsets_E) for there in both]
         pairs = zip(results, both, strict=True)
-        found.append((apart, [mixer.dispatcher.combine(*pair).detach() for pair in pairs]))
+        found.append((apart, [send_back(*pair)().detach() for pair in pairs]))
     return found
 
 
 def test_two_inputs_may_be_between_dispatch_and_combine(pools: WorkerPools) -> None:
-    """Check that ``dispatch`` and ``combine`` share no state except the result of ``dispatch``."""
+    """Check that ``send`` and ``send_back`` share no state except the arrived part."""
     runs = [
         Run({**SOFTMAX, **kind}, "E")
         for kind in (ALLGATHER, ALLTOALL, {**ALLTOALL, **PADDED}, TOKENS)
@@ -587,6 +591,8 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
         {**SOFTMAX, **ALLTOALL, **PADDED},
         {**SOFTMAX, **TOKENS, "moe_expert_rank_capacity_factor": "auto"},
         {**SOFTMAX, **TOKENS, **PADDED},
+        {**SIGMOID, **ALLTOALL, "moe_expert_rank_capacity_factor": "auto", **IN_PARTS},
+        {**SOFTMAX, **TOKENS, "moe_expert_rank_capacity_factor": 1.0, **IN_PARTS},
         {**SOFTMAX, **ALLTOALL},
         {**SOFTMAX, **TOKENS},
     ]
@@ -643,7 +649,8 @@ def test_other_documents_do_not_change_by_a_bit(
 
     The same experts process the tokens of all these packs.
     """
-    runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in (ALLGATHER, ALLTOALL, TOKENS)]
+    kinds = (ALLGATHER, ALLTOALL, TOKENS, {**ALLTOALL, **IN_PARTS})
+    runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in kinds]
     runs = with_and_without_sequence_parallel(layout, runs)
     results = pools.run(leaks, world_size, runs, layout=layout)
     for rank, found in enumerate(results):

@@ -63,12 +63,17 @@ def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], i
 
 
 def compare(
-    groups: ParallelGroups, way: Way, dropout: float, passes_states: bool = False
+    groups: ParallelGroups,
+    way: Way,
+    dropout: float,
+    passes_states: bool = False,
+    expert_parts: int = 1,
 ) -> dict[str, tuple[bool, int]]:
     """Compare each mode with a run without recomputation: equal results, and the number of
     additional collectives."""
     config = config_of(way)
     model = dataclasses.replace(config.model, hidden_dropout=dropout)
+    model = dataclasses.replace(model, moe_comm_overlap_parts=expert_parts)
     parallel = dataclasses.replace(
         config.parallel, mamba_cp_comm_type="state" if passes_states else "heads"
     )
@@ -111,11 +116,19 @@ def test_every_bit_is_that_without_where_states_are_passed(pools: WorkerPools) -
     check_every_bit(pools, WAYS[-1], passes_states=True)
 
 
-def check_every_bit(pools: WorkerPools, way: Way, passes_states: bool = False) -> None:
+@pytest.mark.shows("recompute", "EP alltoall")
+@pytest.mark.shows("offload", "EP alltoall")
+def test_every_bit_is_that_without_where_experts_compute_parts(pools: WorkerPools) -> None:
+    check_every_bit(pools, WAYS[2], expert_parts=2)
+
+
+def check_every_bit(
+    pools: WorkerPools, way: Way, passes_states: bool = False, expert_parts: int = 1
+) -> None:
     """Compare the modes with a run without them, on all ranks."""
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}
     layout["expert_tp_size"] = way.tp if way.matrices == "shared" else 1
-    ranks = pools.run(compare, way.processes, way, 0.1, passes_states, layout=layout)
+    ranks = pools.run(compare, way.processes, way, 0.1, passes_states, expert_parts, layout=layout)
     for mode in modes_of(way):
         answers = [rank[mode] for rank in ranks]
         assert all(same for same, _ in answers), mode

@@ -8,7 +8,7 @@ On one GPU the expert-parallel group has one rank, which sends rows to itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -52,14 +52,18 @@ def compare(
     impl: str,
     epochs: int = EPOCHS,
     backend: str = NCCL,
+    options: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Compare replayed steps with eager steps without bounds; one step overflows on the way.
 
     Rows of replayed steps travel by ``backend``, those of eager steps by NCCL.
+
+    Args:
+        options: further options of the model of both.
     """
     configure_determinism()
     model = MODEL if groups.ep.size > 1 else with_depths(MODEL)
-    model = dataclasses.replace(model, moe_token_dispatcher_type=dispatcher)
+    model = dataclasses.replace(model, moe_token_dispatcher_type=dispatcher, **options)
     layout = {"expert_model_parallel_size": groups.ep.size, "use_distributed_optimizer": True}
     eager = build_job(config_of(model, **layout), groups, VOCAB)
     # With two ranks, this is the default of captured experts.
@@ -169,4 +173,29 @@ def test_rows_that_travel_through_symmetric_memory_change_no_bit(
 ) -> None:
     arguments = ("alltoall", impl, 1, SYMMETRIC_MEMORY)
     for found in nccl_pools.run(compare, 2, *arguments, layout={"ep_size": 2}, timeout=400):
+        check(found, 1)
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    dispatch: {"moe_dispatch": dispatch, "moe_comm_overlap_parts": 2}
+    for dispatch in ("rows", "tokens")
+}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.shows(
+    lambda impl: f"graphs: {impl}",
+    lambda backend: "EP alltoall" if backend == NCCL else "copied all-to-alls",
+    "ZeRO-1",
+    of=lambda dispatch, ranks: (ranks, dataclasses.replace(MODEL, **PARTS[dispatch])),
+)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.multi_gpu(4))])
+@pytest.mark.parametrize("backend", [NCCL, SYMMETRIC_MEMORY])
+@pytest.mark.parametrize("impl", ["local", "full_iteration"])
+@pytest.mark.parametrize("dispatch", PARTS)
+def test_replays_are_the_eager_steps_where_rows_travel_in_parts(
+    dispatch: str, impl: str, backend: str, ranks: int, nccl_pools: WorkerPools
+) -> None:
+    arguments = ("alltoall", impl, 1, backend, PARTS[dispatch])
+    for found in nccl_pools.run(compare, ranks, *arguments, layout={"ep_size": ranks}, timeout=400):
         check(found, 1)

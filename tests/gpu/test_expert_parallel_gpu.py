@@ -39,6 +39,9 @@ PADDED: dict[str, Any] = {
     "moe_expert_capacity_factor": 2.0,
     "moe_pad_expert_input_to_capacity": True,
 }
+IN_PARTS = {"moe_comm_overlap_parts": 2}
+ROWS: dict[str, Any] = {**ALLTOALL, "moe_expert_rank_capacity_factor": 1.5}
+TOKENS_ONCE: dict[str, Any] = {**ROWS, "moe_dispatch": "tokens"}
 LAYOUTS = [
     {"ep_size": 2},
     {"tp_size": 2, "expert_tp_size": 1, "ep_size": 2},
@@ -125,7 +128,8 @@ def compare_rank(groups: ParallelGroups, changes: dict[str, Any]) -> dict[str, f
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["ep2", "tp2 ep2, whole experts", "tp2 etp1"])
 def test_two_gpus_compute_what_one_does(layout: dict[str, int]) -> None:
-    for changes in (ALLGATHER, BOUNDED, ALLTOALL, PADDED):
+    kinds = (ALLGATHER, BOUNDED, ALLTOALL, PADDED, {**ALLTOALL, **IN_PARTS})
+    for changes in (*kinds, {**TOKENS_ONCE, **IN_PARTS}):
         for errors in run_distributed(
             compare_rank, 2, changes, backend="nccl", layout=layout, timeout=300
         ):
@@ -158,7 +162,7 @@ def without_sync(groups: ParallelGroups, changes: dict[str, Any]) -> bool:
 
 @pytest.mark.multi_gpu
 def test_only_alltoall_with_exact_parts_waits_for_the_device() -> None:
-    for changes in (ALLGATHER, BOUNDED, PADDED):
+    for changes in (ALLGATHER, BOUNDED, PADDED, {**ROWS, **IN_PARTS}, {**TOKENS_ONCE, **IN_PARTS}):
         found = run_distributed(
             without_sync, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300
         )
@@ -198,8 +202,42 @@ def replay(groups: ParallelGroups, changes: dict[str, Any]) -> float:
 
 @pytest.mark.multi_gpu
 def test_a_captured_expert_layer_computes_what_the_layer_does() -> None:
-    for changes in (ALLGATHER, BOUNDED, PADDED):
+    for changes in (ALLGATHER, BOUNDED, PADDED, {**ROWS, **IN_PARTS}, {**TOKENS_ONCE, **IN_PARTS}):
         found = run_distributed(
             replay, 2, changes, backend="nccl", layout={"ep_size": 2}, timeout=300
         )
         assert found == [0.0, 0.0], changes
+
+
+def of_layer(groups: ParallelGroups, changes: dict[str, Any]) -> list[Tensor]:
+    """Return output, gradient of the input and gradients of the weights of an expert layer."""
+    # The product that adds a shared expert's output rounds otherwise than a separate addition.
+    model = build(groups, {**changes, "moe_shared_expert_intermediate_size": None}, "E")
+    layer, packed = model.layers[0], model.prepare(packs()[0].packed)
+    generator = torch.Generator(device="cuda").manual_seed(groups.rank)
+    x_TD, dy_TD = torch.randn(2, TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16()
+    output = layer(x_TD.requires_grad_(), packed)
+    assert not output.overflow
+    wanted = (x_TD, layer.mixer.router.weight, layer.mixer.experts.fc1, layer.mixer.experts.fc2)
+    gradients = torch.autograd.grad(output.hidden_TD, wanted, dy_TD)
+    return [output.hidden_TD.detach(), *gradients]
+
+
+def in_parts(groups: ParallelGroups, changes: dict[str, Any]) -> tuple[list[bool], list[float]]:
+    """Compare two parts with one: equal bits of rows, relative errors of experts' weights."""
+    whole, parts = (of_layer(groups, {**changes, **more}) for more in ({}, IN_PARTS))
+    equal = [torch.equal(one, other) for one, other in zip(whole[:3], parts)]
+    errors = [float((a - b).norm() / a.norm()) for a, b in zip(whole[3:], parts[3:])]
+    return equal, errors
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.multi_gpu(4))])
+def test_rows_have_the_same_bits_in_parts(ranks: int) -> None:
+    for changes in (ALLTOALL, ROWS, {**ALLTOALL, "moe_dispatch": "tokens"}, TOKENS_ONCE):
+        for equal, errors in run_distributed(
+            in_parts, ranks, changes, backend="nccl", layout={"ep_size": ranks}, timeout=300
+        ):
+            assert all(equal), (changes, equal)
+            # Two sums in bf16 are added, and the sum is rounded once more.
+            assert max(errors) <= 1e-2, (changes, errors)

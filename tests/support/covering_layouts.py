@@ -88,6 +88,8 @@ def config_of(way: Way) -> RunConfig:
         moe_latent_size=24,
         moe_shared_expert_gate=True,
         moe_token_dispatcher_type=way.dispatcher,
+        # So the list has both, beside every value of the other options.
+        moe_comm_overlap_parts=way.accumulate,
     )
     return RunConfig(
         model=model,

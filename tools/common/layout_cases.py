@@ -480,4 +480,5 @@ def expert_options(draw: random.Random, parts: int, single: bool) -> dict[str, A
         "moe_z_loss_coeff": draw.choice([None, 1e-3]),
         "moe_token_dispatcher_type": draw.choice(["allgather", "alltoall"]),
         "moe_expert_rank_capacity_factor": draw.choice([None, "auto", "auto", 0.7, 1.5]),
+        "moe_comm_overlap_parts": draw.choice([1, 1, 2, 3]),
     }

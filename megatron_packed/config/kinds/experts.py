@@ -257,6 +257,19 @@ class ExpertOptions(StackOptions, group=EXPERTS):
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
     )
+    moe_comm_overlap_parts: int = option(
+        1,
+        "Number of parts of a rank's token slots that alltoall sends one after the other; a part "
+        "travels while the experts compute another one. 1 does not overlap.",
+        unit="parts",
+        minimum=1,
+        training_only=True,
+        only_if=(
+            EXPERT_LAYERS,
+            EXPERTS_ON_RANKS,
+            option_is_not("model.moe_token_dispatcher_type", "allgather"),
+        ),
+    )
     moe_shared_expert_overlap: bool = option(
         False,
         "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "

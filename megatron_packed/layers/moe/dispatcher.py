@@ -4,8 +4,9 @@ Letters: T tokens of this rank, D hidden size, E experts, K experts per token, R
 expert, S rows sent between ranks. There are e expert-parallel ranks. Together they have G = e T
 tokens. The dispatchers of several ranks are in `dispatchers_between_ranks`.
 
-``dispatch`` sends each token to the ranks of its experts. ``combine`` returns for each token the
-weighted sum of its experts' results. Routes to ``NOWHERE`` (of the tail, or of tokens beyond a
+``send`` starts to send each token to the ranks of its experts, in one or more parts of the token slots.
+A part arrives as `Dispatched` rows. ``send_back`` starts to return the results of a part, whose token
+gets the weighted sum of its experts' results. Routes to ``NOWHERE`` (of the tail, or of tokens beyond a
 capacity) have no row and add nothing to the sum.
 
 | dispatcher          | transfer, in forward and in backward             | shapes  | host sync    |
@@ -29,8 +30,10 @@ inside ``HybridModel.full_expert_buffers()``, which gives every buffer the size 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,8 +49,13 @@ if TYPE_CHECKING:
     from megatron_packed.ops.permute.used_rows import UsedRows
 
 
+_Arrived = TypeVar("_Arrived")
+Arrival = Callable[[], _Arrived]
+"""Waits for rows on their way and returns them; call it once. The host does not wait for the device."""
+
+
 class Exchange(NamedTuple):
-    """Numbers of rows that ``dispatch`` sent and received; ``combine`` sends the rows back."""
+    """Numbers of rows that ``send`` sent and received; ``send_back`` sends the rows back."""
 
     sent: list[int]
     """Rows that this rank sent to each rank."""
@@ -57,7 +65,10 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatched:
-    """Rows for this rank's experts, and the data that ``combine`` needs to send results back."""
+    """Rows of a part for this rank's experts, and what ``send_back`` needs to send results back.
+
+    Below, T and G are the token slots of the part.
+    """
 
     x_RD: Tensor
     """``(R, D)`` rows sorted by expert; unused rows are zeros."""
@@ -66,8 +77,8 @@ class Dispatched:
     overflow: Tensor
     """0-d float32: 1 if rows did not fit into the buffer. See [Note: static expert buffer]."""
     rows_2: Tensor
-    """``(2,)`` float32: most rows of a rank and of a peer that the routing needs; 0 if no bound
-    limits them. See [Note: bounds of expert buffers].
+    """``(2,)`` float32: most rows of a rank and of a peer that a pack of such parts needs; 0 if no
+    bound limits them. See [Note: bounds of expert buffers].
     """
     permuted: Permuted
     """Rows of the tokens that this rank combines, with their original order."""
@@ -83,29 +94,31 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBuffer:
-    """Size of the static buffer for rows of experts. See [Note: static expert buffer]."""
+    """Size of the static buffers of a pack for rows of experts. See [Note: static expert buffer]."""
 
     rows: int
     worst_rows: int
-    """Number of rows with which the buffer cannot overflow."""
+    """Number of rows with which the buffers cannot overflow."""
     bytes_per_row: int
     """Bytes of one row before the experts."""
 
 
 class Dispatcher(ABC):
-    """Base class of the dispatchers: ``dispatch``, ``combine`` and the sizes of the buffers.
+    """Base class of the dispatchers: ``send``, ``send_back`` and the sizes of the buffers.
 
-    The experts run between ``dispatch`` and ``combine``. ``combine`` depends only on the result of
-    ``dispatch``, so other work can also run between the two.
+    The experts run between the arrival of a part and ``send_back``. ``send_back`` depends only on
+    the part, so other work can also run between the two. See [Note: experts in parts].
 
     Args:
-        config: numbers of experts, capacities.
+        config: numbers of experts, capacities, number of parts.
         ep: expert parallelism of this rank.
         backends: backend of each op.
     """
 
     static = True
     """True if shapes are the same for every pack."""
+    in_parts = True
+    """True if ``--moe-comm-overlap-parts`` divides the token slots."""
     even_on_meta = True
     """False routes all tokens to the experts of this rank on the meta device. It has an effect if the
     shapes follow the routing.
@@ -118,31 +131,55 @@ class Dispatcher(ABC):
         self.backend = backends.permute
         self.num_experts = config.num_experts
         self.num_local = config.num_experts // ep.size
+        self.parts = config.moe_comm_overlap_parts if self.in_parts else 1
         self.room = ExpertRoom.from_factor(config.moe_expert_rank_capacity_factor)
         """Bounds of the buffers; the model sets the same object for all its layers."""
 
     @abstractmethod
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
-        """Send each token to the ranks of its experts; return the rows for this rank's experts.
+    ) -> list[Arrival[Dispatched]]:
+        """Start to send each token to the ranks of its experts.
 
         Args:
             x_TD: ``(T, D)``; the same number of tokens on all ranks.
             topk_expert_ids_TK: ``(T, K)`` int64, in [0, E) or ``NOWHERE``.
             topk_weights_TK: ``(T, K)`` weights of the routes.
+        Returns:
+            the rows of each part for this rank's experts. All ranks take them in this order.
         """
 
     @abstractmethod
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the experts' results back, and return their weighted sum for each token.
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
+        """Start to send the experts' results back.
 
         Args:
             y_RD: ``(R, D)``, the experts' results for ``dispatched.x_RD``.
-            dispatched: result of ``dispatch``.
+            dispatched: an arrived part.
         Returns:
-            ``(T, D)``.
+            the weighted sum of the results for each token of the part, ``(T, D)``.
         """
+
+    @property
+    def overlaps(self) -> bool:
+        """True if rows travel beside the computation of other parts."""
+        return self.parts > 1
+
+    def part_sizes(self, tokens: int) -> list[int]:
+        """Return the token slots of each part: consecutive slots, at least one and about equally many.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        Example:
+            3 parts of 8 slots: 3, 3, 2.
+        """
+        parts = max(min(self.parts, tokens), 1)
+        return [tokens // parts + (number < tokens % parts) for number in range(parts)]
+
+    def split(self, x_TX: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """Return the slots of each part in dimension ``dim``; one part is ``x_TX`` itself."""
+        sizes = self.part_sizes(x_TX.shape[dim])
+        return (x_TX,) if len(sizes) == 1 else torch.split(x_TX, sizes, dim)
 
     def add_up(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """Return the weighted sum per token over rows that are all on this rank."""
@@ -153,14 +190,14 @@ class Dispatcher(ABC):
         """Return the largest number of rows that one rank can send to one expert.
 
         Args:
-            tokens: token slots that each rank dispatches.
+            tokens: token slots that each rank dispatches in a part.
         """
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return tokens
-        # Each tensor-parallel rank may dispatch only a part of the rows, but the capacity counts all
-        # rows. All rows of an expert may come from a single rank.
-        counted_tokens = tokens * self.ep.token_parts
+        # Each tensor-parallel rank may dispatch only a part of the rows, at several times, but the
+        # capacity counts all rows. All rows of an expert may come from a single rank and part.
+        counted_tokens = tokens * self.ep.token_parts * self.parts
         return min(
             tokens,
             expert_capacity(counted_tokens, self.config.moe_router_topk, self.num_experts, factor),
@@ -184,10 +221,15 @@ class Dispatcher(ABC):
         return self.worst_rows(tokens)
 
     def buffer(self, tokens: int, bytes_per_row: int) -> ExpertBuffer:
-        """Return the sizes of the buffer for this rank's experts."""
+        """Return the sizes of the buffers for this rank's experts.
+
+        Args:
+            tokens: token slots of a pack that each rank dispatches.
+        """
+        sizes = self.part_sizes(tokens)
         return ExpertBuffer(
-            rows=self.buffer_rows(tokens),
-            worst_rows=self.worst_rows(tokens),
+            rows=sum(map(self.buffer_rows, sizes)),
+            worst_rows=sum(map(self.worst_rows, sizes)),
             bytes_per_row=bytes_per_row,
         )
 
@@ -227,15 +269,17 @@ class Dispatcher(ABC):
 class LocalDispatcher(Dispatcher):
     """Dispatcher for one rank with all experts: a permutation of rows without communication."""
 
-    def dispatch(
+    in_parts = False
+
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
         rows = self.buffer_rows(x_TD.shape[0])
         overflow, rows_2 = no_overflow(x_TD), no_rows(x_TD)
         permuted = permute(
             x_TD, topk_expert_ids_TK, self.num_experts, rows=rows, backend=self.backend
         )
-        return Dispatched(
+        dispatched = Dispatched(
             x_RD=permuted.x_RD,
             offsets_E=permuted.offsets_E,
             overflow=overflow,
@@ -243,9 +287,10 @@ class LocalDispatcher(Dispatcher):
             permuted=permuted,
             weights_TK=topk_weights_TK,
         )
+        return [lambda: dispatched]
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return self.add_up(y_RD, dispatched)
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
+        return partial(self.add_up, y_RD, dispatched)
 
 
 def no_overflow(x: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
+from megatron_packed.distributed.all_to_all import InMotion, parts_in_motion, rows_in_motion
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.differentiable import Group, gather_rows, scatter_rows
 from megatron_packed.layers.moe.dispatcher import (
+    Arrival,
     Dispatched,
     Dispatcher,
     Exchange,
@@ -30,8 +31,22 @@ from megatron_packed.layers.moe.dispatcher import (
     no_rows,
 )
 from megatron_packed.layers.moe.expert_room import bounded_rows
-from megatron_packed.ops.permute.api import permute, unpermute
+from megatron_packed.ops.permute.api import Permuted, permute, unpermute
 from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
+
+
+class ExchangingDispatcher(Dispatcher):
+    """Base class of the dispatchers that exchange rows, each rank with each other one."""
+
+    def _rows_in_motion(self, sent: list[int], received: list[int]) -> InMotion:
+        """Return rows in motion: ``sent[r]`` of them go to rank r."""
+        assert self.ep.group is not None, "ranks that exchange rows have a group"
+        return rows_in_motion(sent, received, self.ep.group, overlaps=self.overlaps)
+
+    def _in_motion(self, used: UsedRows | None = None) -> InMotion:
+        """Return parts ``(e, ...)`` in motion: part r goes to rank r."""
+        assert self.ep.exchange is not None, "ranks that exchange parts have an exchange"
+        return parts_in_motion(self.ep.exchange, used, overlaps=self.overlaps)
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -41,9 +56,11 @@ class AllGatherDispatcher(Dispatcher):
     ranks.
     """
 
-    def dispatch(
+    in_parts = False
+
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
         group, rows = self.ep.group, self.buffer_rows(x_TD.shape[0])
         x_GD = gather_rows(x_TD, group)
         ids_GK, weights_GK = gathered_routes(topk_expert_ids_TK, topk_weights_TK, group)
@@ -59,7 +76,7 @@ class AllGatherDispatcher(Dispatcher):
         rows_2 = (
             no_rows(x_TD) if rows_e is None else F.pad(rows_e.amax(dim=0, keepdim=True), (0, 1))
         )
-        return Dispatched(
+        dispatched = Dispatched(
             x_RD=permuted.x_RD,
             offsets_E=permuted.offsets_E,
             overflow=(rows_2[0] > rows).float() if self.room.fixed else no_overflow(x_TD),
@@ -67,9 +84,10 @@ class AllGatherDispatcher(Dispatcher):
             permuted=permuted,
             weights_TK=weights_GK,
         )
+        return [lambda: dispatched]
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return scatter_rows(self.add_up(y_RD, dispatched), self.ep.group)
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
+        return lambda: scatter_rows(self.add_up(y_RD, dispatched), self.ep.group)
 
     def buffer_rows(self, tokens: int) -> int:
         return self.bounded_rows(tokens)
@@ -85,7 +103,7 @@ class AllGatherDispatcher(Dispatcher):
         return counted_Se.sum(dim=0).float()
 
 
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(ExchangingDispatcher):
     """Dispatcher that sends each token to the ranks of its experts, once per expert, and back.
 
     The host reads the numbers of rows from the device once per layer and forward pass. This host
@@ -94,54 +112,88 @@ class AllToAllDispatcher(Dispatcher):
 
     static = False
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
-        permuted = permute(x_TD, topk_expert_ids_TK, self.num_experts, backend=self.backend)
+    ) -> list[Arrival[Dispatched]]:
+        permuted = [
+            permute(*part, self.num_experts, backend=self.backend)
+            for part in zip(self.split(x_TD), self.split(topk_expert_ids_TK), strict=True)
+        ]
+        counts = self.counts_of_all(permuted)
+        # The host sync, for all parts.
+        loads = None if x_TD.is_meta else torch.stack(counts).sum(dim=3).tolist()
+        return [
+            self._start(
+                own, weights_TK, counts_eeL, None if loads is None else loads[number], len(x_TD)
+            )
+            for number, (own, weights_TK, counts_eeL) in enumerate(
+                zip(permuted, self.split(topk_weights_TK), counts, strict=True)
+            )
+        ]
+
+    def counts_of_all(self, permuted: list[Permuted]) -> list[Tensor]:
+        """Return for each part ``(e, e, L)`` rows from each rank to each rank, by local expert."""
+        counts_NE = torch.stack([part.tokens_per_expert_E for part in permuted])
+        counts_eNE = all_gather_rows(counts_NE[None], self.ep.group)
         ranks, local = self.ep.size, self.num_local
-        counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], self.ep.group)
-        counts_eeL = counts_eE.view(ranks, ranks, local)  # from rank, to rank, L local experts
-        mine_eL = counts_eeL[:, self.ep.rank]
-        if counts_eeL.is_meta:
-            sent = [self.even_rows(x_TD.shape[0]) // ranks] * ranks
-            received = [self.rows_on_meta(x_TD.shape[0]) // ranks] * ranks
+        # (e, N, E) -> (e, N, e, L) -> N times (e, e, L): from rank, to rank, L local experts
+        return list(counts_eNE.view(ranks, len(permuted), ranks, local).unbind(dim=1))
+
+    def _start(
+        self,
+        permuted: Permuted,
+        weights_TK: Tensor,
+        counts_eeL: Tensor,
+        loads: list[list[int]] | None,
+        slots: int,
+    ) -> Arrival[Dispatched]:
+        """Start to send a part; ``loads[r][s]`` rows go from rank r to rank s, of ``slots`` slots."""
+        ranks, local, tokens = self.ep.size, self.num_local, weights_TK.shape[0]
+        if loads is None:
+            sent = [self.even_rows(tokens) // ranks] * ranks
+            received = [self.rows_on_meta(tokens) // ranks] * ranks
         else:
-            loads = counts_eeL.sum(dim=2).tolist()  # the host sync
             sent = loads[self.ep.rank]
             received = [row[self.ep.rank] for row in loads]
-        x_SD = exchange_rows(permuted.x_RD[: sum(sent)], sent, received, self.ep.group)
-        # Rows arrive sorted by sending rank, and for each rank by expert.
-        expert_eL = torch.arange(local, device=x_TD.device).expand_as(mine_eL)
-        ids_S = torch.repeat_interleave(
-            expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
-        )
-        arrived = permute(
-            x_SD,
-            ids_S[:, None],
-            local,
-            rows=self.exact_rows(sum(received), x_TD.shape[0]),
-            backend=self.backend,
-        )
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=arrived.offsets_E,
-            overflow=no_overflow(x_TD),
-            rows_2=rows_needed(counts_eeL),
-            permuted=permuted,
-            weights_TK=topk_weights_TK,
-            exchange=Exchange(sent, received),
-            arrived=arrived,
-        )
+        moving = self._rows_in_motion(sent, received)
+        moving.send(permuted.x_RD[: sum(sent)])
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        def arrive() -> Dispatched:
+            # Rows arrive sorted by sending rank, and for each rank by expert.
+            x_SD, mine_eL = moving.receive(), counts_eeL[:, self.ep.rank]
+            expert_eL = torch.arange(local, device=x_SD.device).expand_as(mine_eL)
+            ids_S = torch.repeat_interleave(
+                expert_eL.flatten(), mine_eL.flatten(), output_size=sum(received)
+            )
+            arrived = permute(
+                x_SD,
+                ids_S[:, None],
+                local,
+                rows=self.exact_rows(sum(received), tokens),
+                backend=self.backend,
+            )
+            return Dispatched(
+                x_RD=arrived.x_RD,
+                offsets_E=arrived.offsets_E,
+                overflow=no_overflow(x_SD),
+                rows_2=of_pack(rows_needed(counts_eeL), tokens, slots),
+                permuted=permuted,
+                weights_TK=weights_TK,
+                exchange=Exchange(sent, received),
+                arrived=arrived,
+            )
+
+        return arrive
+
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
         assert dispatched.exchange is not None and dispatched.arrived is not None, (
-            "combine() needs a result of this dispatcher's dispatch()"
+            "send_back() needs an arrived part of this dispatcher"
         )
         sent, received = dispatched.exchange
         y_SD = unpermute(y_RD, dispatched.arrived, backend=self.backend)
-        back_SD = exchange_rows(y_SD, received, sent, self.ep.group)
-        rows = dispatched.permuted.token_R.shape[0]
-        return self.add_up(F.pad(back_SD, (0, 0, 0, rows - sum(sent))), dispatched)
+        moving = self._rows_in_motion(received, sent).send(y_SD)
+        unused = dispatched.permuted.token_R.shape[0] - sum(sent)
+        return lambda: self.add_up(F.pad(moving.receive(), (0, 0, 0, unused)), dispatched)
 
 
 class BoundedAllToAllDispatcher(AllToAllDispatcher):
@@ -152,50 +204,66 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
 
     static = True
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
         if not self.room.fixed:
-            return super().dispatch(x_TD, topk_expert_ids_TK, topk_weights_TK)
-        ranks, tokens = self.ep.size, x_TD.shape[0]
-        part, rows = self.part_rows(tokens), self.buffer_rows(tokens)
-        permuted = permute(
-            x_TD,
-            topk_expert_ids_TK,
-            self.num_experts,
-            rows_per_part=(ranks, part),
-            backend=self.backend,
-        )
-        counts_eE = all_gather_rows(permuted.tokens_per_expert_E[None], self.ep.group)
-        counts_eeL = counts_eE.view(ranks, ranks, self.num_local)
-        # (e P, D) -> (e, P, D), part r for rank r -> (e, P, D), part s from rank s -> (e P, D)
-        used = self._used(counts_eeL, permuted.x_RD, tokens)
-        parts = permuted.x_RD.view(ranks, part, -1)
-        x_SD = exchange_equal_parts(parts, self.ep.exchange, used).flatten(0, 1)
-        ids_S1 = self._experts_of_rows(counts_eeL[:, self.ep.rank], part)
-        arrived = permute(x_SD, ids_S1, self.num_local, rows=rows, backend=self.backend)
-        rows_2 = rows_needed(counts_eeL)
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=arrived.offsets_E,
-            overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
-            rows_2=rows_2,
-            permuted=permuted,
-            weights_TK=topk_weights_TK,
-            arrived=arrived,
-            used=used,
-        )
+            return super().send(x_TD, topk_expert_ids_TK, topk_weights_TK)
+        permuted = [
+            permute(
+                part_TD,
+                ids_TK,
+                self.num_experts,
+                rows_per_part=(self.ep.size, self.part_rows(len(part_TD))),
+                backend=self.backend,
+            )
+            for part_TD, ids_TK in zip(
+                self.split(x_TD), self.split(topk_expert_ids_TK), strict=True
+            )
+        ]
+        counts, weights = self.counts_of_all(permuted), self.split(topk_weights_TK)
+        parts = zip(permuted, weights, counts, strict=True)
+        return [self._start_bounded(*part, len(x_TD)) for part in parts]
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def _start_bounded(
+        self, permuted: Permuted, weights_TK: Tensor, counts_eeL: Tensor, slots: int
+    ) -> Arrival[Dispatched]:
+        """Start to send a part of ``slots`` slots."""
+        tokens = weights_TK.shape[0]
+        part, rows = self.part_rows(tokens), self.buffer_rows(tokens)
+        used = self._used(counts_eeL, permuted.x_RD, tokens)
+        moving = self._in_motion(used)
+        # (e P, D) -> (e, P, D), part r for rank r
+        moving.send(permuted.x_RD.view(self.ep.size, part, -1))
+
+        def arrive() -> Dispatched:
+            # (e, P, D), part s from rank s -> (e P, D)
+            x_SD = moving.receive().flatten(0, 1)
+            ids_S1 = self._experts_of_rows(counts_eeL[:, self.ep.rank], part)
+            arrived = permute(x_SD, ids_S1, self.num_local, rows=rows, backend=self.backend)
+            rows_2 = rows_needed(counts_eeL)
+            return Dispatched(
+                x_RD=arrived.x_RD,
+                offsets_E=arrived.offsets_E,
+                overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
+                rows_2=of_pack(rows_2, tokens, slots),
+                permuted=permuted,
+                weights_TK=weights_TK,
+                arrived=arrived,
+                used=used,
+            )
+
+        return arrive
+
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
         if dispatched.exchange is not None:
-            return super().combine(y_RD, dispatched)
+            return super().send_back(y_RD, dispatched)
         arrived = dispatched.arrived
-        assert arrived is not None, "combine() needs a result of dispatch()"
+        assert arrived is not None, "send_back() needs an arrived part"
         y_SD = unpermute(y_RD, arrived, backend=self.backend)
-        used = None if dispatched.used is None else dispatched.used.reversed
-        parts = y_SD.view(self.ep.size, -1, y_SD.shape[1])
-        back = exchange_equal_parts(parts, self.ep.exchange, used)
-        return self.add_up(back.flatten(0, 1), dispatched)
+        moving = self._in_motion(None if dispatched.used is None else dispatched.used.reversed)
+        moving.send(y_SD.view(self.ep.size, -1, y_SD.shape[1]))
+        return lambda: self.add_up(moving.receive().flatten(0, 1), dispatched)
 
     def _used(self, counts_eeL: Tensor, x_RD: Tensor, tokens: int) -> UsedRows | None:
         """Return the used rows of the parts: an even share is copied in any case.
@@ -228,43 +296,48 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         return torch.searchsorted(ends_eL, place_eP.contiguous(), right=True).view(-1, 1)
 
 
-class PaddedAllToAllDispatcher(Dispatcher):
+class PaddedAllToAllDispatcher(ExchangingDispatcher):
     """`AllToAllDispatcher` that pads the rows of every expert to its capacity.
 
     ``--moe-pad-expert-input-to-capacity`` selects this dispatcher. All sizes are constant, so there
     is no host sync.
     """
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
+        parts = map(self.split, (x_TD, topk_expert_ids_TK, topk_weights_TK))
+        return [self._start(*part) for part in zip(*parts, strict=True)]
+
+    def _start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrival[Dispatched]:
+        """Start to send a part."""
         ranks, local, capacity = self.ep.size, self.num_local, self.capacity(x_TD.shape[0])
         permuted = permute(
-            x_TD,
-            topk_expert_ids_TK,
-            self.num_experts,
-            rows_per_expert=capacity,
-            backend=self.backend,
+            x_TD, ids_TK, self.num_experts, rows_per_expert=capacity, backend=self.backend
         )
         # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s
         # -> (L, e C, D)
-        received = exchange_equal_parts(
-            permuted.x_RD.view(ranks, local, capacity, -1), self.ep.exchange
-        )
-        ends_L = torch.arange(1, local + 1, dtype=torch.int32, device=x_TD.device)
-        return Dispatched(
-            x_RD=received.transpose(0, 1).reshape(local * ranks * capacity, -1),
-            offsets_E=ends_L * (ranks * capacity),
-            overflow=no_overflow(x_TD),
-            rows_2=no_rows(x_TD),
-            permuted=permuted,
-            weights_TK=topk_weights_TK,
-        )
+        moving = self._in_motion().send(permuted.x_RD.view(ranks, local, capacity, -1))
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        def arrive() -> Dispatched:
+            received = moving.receive()
+            ends_L = torch.arange(1, local + 1, dtype=torch.int32, device=received.device)
+            return Dispatched(
+                x_RD=received.transpose(0, 1).reshape(local * ranks * capacity, -1),
+                offsets_E=ends_L * (ranks * capacity),
+                overflow=no_overflow(received),
+                rows_2=no_rows(received),
+                permuted=permuted,
+                weights_TK=weights_TK,
+            )
+
+        return arrive
+
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
         by_expert = y_RD.view(self.num_local, self.ep.size, -1, y_RD.shape[1])  # (L, e, C, D)
-        back = exchange_equal_parts(by_expert.transpose(0, 1), self.ep.exchange)
-        return self.add_up(back.reshape(dispatched.permuted.x_RD.shape), dispatched)
+        moving = self._in_motion().send(by_expert.transpose(0, 1))
+        shape = dispatched.permuted.x_RD.shape
+        return lambda: self.add_up(moving.receive().reshape(shape), dispatched)
 
     def worst_rows(self, tokens: int) -> int:
         return self.num_local * self.ep.size * self.capacity(tokens)
@@ -278,6 +351,11 @@ def gathered_routes(
     routes_T2K = torch.cat([weights_TK, ids_TK.to(weights_TK.dtype)], dim=1)
     weights_GK, numbers_GK = gather_rows(routes_T2K, group).chunk(2, dim=1)
     return numbers_GK.detach().to(torch.int32), weights_GK
+
+
+def of_pack(rows_2: Tensor, tokens: int, slots: int) -> Tensor:
+    """Return the rows that a pack of ``slots`` needs if all parts need those of ``tokens`` slots."""
+    return rows_2 if tokens == slots else rows_2 * (slots / tokens)
 
 
 def rows_needed(counts_eeL: Tensor) -> Tensor:

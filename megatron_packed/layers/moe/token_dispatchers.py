@@ -27,16 +27,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_packed.distributed.all_to_all import exchange_equal_parts, exchange_rows
+from megatron_packed.distributed.all_to_all import InMotion
 from megatron_packed.layers.moe.capacity import NOWHERE
 from megatron_packed.layers.moe.dispatcher import (
+    Arrival,
     Dispatched,
-    Dispatcher,
     Exchange,
     no_overflow,
     no_rows,
 )
-from megatron_packed.layers.moe.dispatchers_between_ranks import gathered_routes
+from megatron_packed.layers.moe.dispatchers_between_ranks import (
+    ExchangingDispatcher,
+    gathered_routes,
+    of_pack,
+)
 from megatron_packed.layers.moe.expert_room import bounded_rows
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.permute.gathers import copy_rows, sum_rows
@@ -45,7 +49,7 @@ from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllRoutes:
-    """Routes of the tokens of all ranks."""
+    """Routes of the tokens of all ranks in a part."""
 
     ids_GK: Tensor
     """``(G, K)`` int32 expert numbers, or ``NOWHERE``."""
@@ -64,7 +68,7 @@ class AllRoutes:
         return torch.stack([self.rows_e.amax(), self.counts_ee.amax()]).float()
 
 
-class TokenDispatcher(Dispatcher):
+class TokenDispatcher(ExchangingDispatcher):
     """Dispatcher that sends each token once to every rank with one of its experts, and back.
 
     The host reads the numbers of rows from the device once per layer and forward pass.
@@ -72,61 +76,107 @@ class TokenDispatcher(Dispatcher):
 
     static = False
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
+        parts, slots = self.split(x_TD), x_TD.shape[0]
         routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
-        tokens, me = x_TD.shape[0], self.ep.rank
-        if x_TD.is_meta:
-            sent = received = [math.ceil(self.even_part(tokens))] * self.ep.size
-            rows = self.rows_on_meta(tokens)
-        else:
-            # The host sync.
-            *counts, rows = torch.cat(
-                [routes.counts_ee.flatten(), routes.rows_e[me, None]]
-            ).tolist()
-            sent = counts[me * self.ep.size : (me + 1) * self.ep.size]
-            received = counts[me :: self.ep.size]
+        return [
+            self._start(part_TD, routes_of_part, loads, slots)
+            for part_TD, routes_of_part, loads in zip(
+                parts, routes, self._loads(routes), strict=True
+            )
+        ]
+
+    def _loads(self, routes: list[AllRoutes]) -> list[tuple[list[int], list[int], int]]:
+        """Return for each part the rows that this rank sends and receives, and those of its experts."""
+        me, ranks = self.ep.rank, self.ep.size
+        if routes[0].ids_GK.is_meta:
+            sizes = [part.reached_eTe.shape[1] for part in routes]
+            sent = [[math.ceil(self.even_part(tokens))] * ranks for tokens in sizes]
+            return list(zip(sent, sent, map(self.rows_on_meta, sizes), strict=True))
+        loads = [torch.cat([part.counts_ee.flatten(), part.rows_e[me, None]]) for part in routes]
+        return [
+            (counts[me * ranks : (me + 1) * ranks], counts[me::ranks], rows)
+            for *counts, rows in torch.stack(loads).tolist()  # The host sync, for all parts.
+        ]
+
+    def _start(
+        self,
+        x_TD: Tensor,
+        routes: AllRoutes,
+        loads: tuple[list[int], list[int], int],
+        slots: int,
+    ) -> Arrival[Dispatched]:
+        """Start to send a part of ``slots`` slots."""
+        tokens, (sent, received, rows) = x_TD.shape[0], loads
         permuted = permute(
             x_TD, self._ranks_of(routes), self.ep.size, rows=sum(sent), backend=self.backend
         )
-        x_SD = exchange_rows(permuted.x_RD, sent, received, self.ep.group)
-        reached_G = routes.reached_eTe[:, :, me].flatten()
-        place_G = torch.where(reached_G, reached_G.cumsum(0) - 1, sum(received))
-        ids_SK, weights_SK = self._arrived_routes(routes, place_G, sum(received))
-        arrived = permute(
-            x_SD, ids_SK, self.num_local, rows=self.exact_rows(rows, tokens), backend=self.backend
-        )
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=arrived.offsets_E,
-            overflow=no_overflow(x_TD),
-            rows_2=routes.needed_2,
-            permuted=permuted,
-            weights_TK=weights_SK,
-            exchange=Exchange(sent, received),
-            arrived=arrived,
-        )
+        moving = self._rows_in_motion(sent, received)
+        moving.send(permuted.x_RD)
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        assert dispatched.arrived is not None, "combine() needs a result of dispatch()"
+        def arrive() -> Dispatched:
+            x_SD = moving.receive()
+            reached_G = routes.reached_eTe[:, :, self.ep.rank].flatten()
+            place_G = torch.where(reached_G, reached_G.cumsum(0) - 1, sum(received))
+            ids_SK, weights_SK = self._arrived_routes(routes, place_G, sum(received))
+            arrived = permute(
+                x_SD,
+                ids_SK,
+                self.num_local,
+                rows=self.exact_rows(rows, tokens),
+                backend=self.backend,
+            )
+            return Dispatched(
+                x_RD=arrived.x_RD,
+                offsets_E=arrived.offsets_E,
+                overflow=no_overflow(x_SD),
+                rows_2=of_pack(routes.needed_2, tokens, slots),
+                permuted=permuted,
+                weights_TK=weights_SK,
+                exchange=Exchange(sent, received),
+                arrived=arrived,
+            )
+
+        return arrive
+
+    def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
+        assert dispatched.arrived is not None, "send_back() needs an arrived part"
         y_SD = unpermute(y_RD, dispatched.arrived, dispatched.weights_TK, backend=self.backend)
-        return sum_rows(self._back(y_SD, dispatched), dispatched.permuted, backend=self.backend)
+        moving = self._back(y_SD, dispatched)
+        permuted = dispatched.permuted
+        return lambda: sum_rows(moving.receive().flatten(0, -2), permuted, backend=self.backend)
 
-    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return the rows that this rank sent, as the ranks of the experts send them back."""
+    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> InMotion:
+        """Start to send rows back to the ranks of their tokens."""
         assert dispatched.exchange is not None
         sent, received = dispatched.exchange
-        return exchange_rows(y_SD, received, sent, self.ep.group)
+        moving = self._rows_in_motion(received, sent)
+        return moving.send(y_SD)
 
-    def routes_of_all(self, ids_TK: Tensor, weights_TK: Tensor) -> AllRoutes:
-        """Gather the routes of all ranks. See [Note: one row for each token and rank]."""
-        tokens, ranks = ids_TK.shape[0], self.ep.size
+    def routes_of_all(self, ids_TK: Tensor, weights_TK: Tensor) -> list[AllRoutes]:
+        """Gather the routes of all ranks, and return those of each part.
+
+        See [Note: one row for each token and rank].
+        """
         ids_GK, weights_GK = gathered_routes(ids_TK, weights_TK, self.ep.group)
+        # (G, K) -> (e, T, K) -> (e, T of a part, K) -> (G of a part, K)
+        ids, weights = (
+            self.split(x_GK.view(self.ep.size, -1, x_GK.shape[1]), dim=1)
+            for x_GK in (ids_GK, weights_GK)
+        )
+        return [
+            self._routes(ids_eTK.flatten(0, 1), weights_eTK.flatten(0, 1))
+            for ids_eTK, weights_eTK in zip(ids, weights, strict=True)
+        ]
+
+    def _routes(self, ids_GK: Tensor, weights_GK: Tensor) -> AllRoutes:
+        ranks = self.ep.size
         # -1 for a route without an expert (NOWHERE), which no rank counts.
         rank_GK1 = torch.div(ids_GK, self.num_local, rounding_mode="floor")[:, :, None]
-        chosen_GKe = rank_GK1 == torch.arange(ranks, dtype=torch.int32, device=ids_TK.device)
-        reached_eTe = chosen_GKe.any(dim=1).view(ranks, tokens, ranks)
+        chosen_GKe = rank_GK1 == torch.arange(ranks, dtype=torch.int32, device=ids_GK.device)
+        reached_eTe = chosen_GKe.any(dim=1).view(ranks, -1, ranks)
         return AllRoutes(
             ids_GK=ids_GK,
             weights_GK=weights_GK,
@@ -181,14 +231,19 @@ class BoundedTokenDispatcher(TokenDispatcher):
 
     static = True
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
         if not self.room.fixed:
-            return super().dispatch(x_TD, topk_expert_ids_TK, topk_weights_TK)
+            return super().send(x_TD, topk_expert_ids_TK, topk_weights_TK)
+        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
+        parts = zip(self.split(x_TD), routes, strict=True)
+        return [self._start_bounded(*part, len(x_TD)) for part in parts]
+
+    def _start_bounded(self, x_TD: Tensor, routes: AllRoutes, slots: int) -> Arrival[Dispatched]:
+        """Start to send a part of ``slots`` slots."""
         tokens = x_TD.shape[0]
         part, rows = self.part_rows(tokens), self.buffer_rows(tokens)
-        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
         permuted = permute(
             x_TD,
             self._ranks_of(routes),
@@ -197,32 +252,36 @@ class BoundedTokenDispatcher(TokenDispatcher):
             backend=self.backend,
         )
         used = self._used(routes, permuted.x_RD, tokens)
-        x_SD = self._exchanged(permuted.x_RD, used)
-        place_G = self._places_in_parts(routes, part)
-        ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
-        arrived = permute(x_SD, ids_SK, self.num_local, rows=rows, backend=self.backend)
-        rows_2 = routes.needed_2
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=arrived.offsets_E,
-            overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
-            rows_2=rows_2,
-            permuted=permuted,
-            weights_TK=weights_SK,
-            arrived=arrived,
-            used=used,
-        )
+        moving = self._in_motion(used).send(self._parts(permuted.x_RD))
 
-    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> Tensor:
+        def arrive() -> Dispatched:
+            x_SD = moving.receive().flatten(0, 1)
+            place_G = self._places_in_parts(routes, part)
+            ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
+            arrived = permute(x_SD, ids_SK, self.num_local, rows=rows, backend=self.backend)
+            rows_2 = routes.needed_2
+            return Dispatched(
+                x_RD=arrived.x_RD,
+                offsets_E=arrived.offsets_E,
+                overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
+                rows_2=of_pack(rows_2, tokens, slots),
+                permuted=permuted,
+                weights_TK=weights_SK,
+                arrived=arrived,
+                used=used,
+            )
+
+        return arrive
+
+    def _back(self, y_SD: Tensor, dispatched: Dispatched) -> InMotion:
         if dispatched.exchange is not None:
             return super()._back(y_SD, dispatched)
         used = None if dispatched.used is None else dispatched.used.reversed
-        return self._exchanged(y_SD, used)
+        return self._in_motion(used).send(self._parts(y_SD))
 
-    def _exchanged(self, rows_SD: Tensor, used: UsedRows | None = None) -> Tensor:
-        """Exchange part r of the rows, ``(e P, D)``, with rank r."""
-        parts = rows_SD.view(self.ep.size, -1, rows_SD.shape[1])
-        return exchange_equal_parts(parts, self.ep.exchange, used).flatten(0, 1)
+    def _parts(self, rows_SD: Tensor) -> Tensor:
+        """Return rows ``(e P, D)`` as the parts for the ranks, ``(e, P, D)``."""
+        return rows_SD.view(self.ep.size, -1, rows_SD.shape[1])
 
     def _places_in_parts(self, routes: AllRoutes, part: int) -> Tensor:
         """Return ``(G,)`` row of each token in the arrived parts; e P for a token without a row."""
@@ -262,12 +321,16 @@ class PaddedTokenDispatcher(BoundedTokenDispatcher):
     The rows of an expert from one rank have a fixed size, as in `PaddedAllToAllDispatcher`.
     """
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, topk_expert_ids_TK: Tensor, topk_weights_TK: Tensor
-    ) -> Dispatched:
+    ) -> list[Arrival[Dispatched]]:
+        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
+        return [self._start_padded(*part) for part in zip(self.split(x_TD), routes, strict=True)]
+
+    def _start_padded(self, x_TD: Tensor, routes: AllRoutes) -> Arrival[Dispatched]:
+        """Start to send a part."""
         tokens, ranks = x_TD.shape[0], self.ep.size
         part, capacity = self.worst_part(tokens), self.capacity(tokens)
-        routes = self.routes_of_all(topk_expert_ids_TK, topk_weights_TK)
         permuted = permute(
             x_TD,
             self._ranks_of(routes),
@@ -275,30 +338,35 @@ class PaddedTokenDispatcher(BoundedTokenDispatcher):
             rows_per_part=(ranks, part),
             backend=self.backend,
         )
-        x_SD = self._exchanged(permuted.x_RD)
-        place_G = self._places_in_parts(routes, part)
-        ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
-        # The rows of an expert are those of rank 0, then those of rank 1, each padded.
-        from_S1 = torch.arange(ranks, device=ids_SK.device).repeat_interleave(part)[:, None]
-        local_SK = (ids_SK >= 0) & (ids_SK < self.num_local)
-        places_SK = torch.where(local_SK, ids_SK * ranks + from_S1, NOWHERE)
-        arrived = permute(
-            x_SD,
-            places_SK,
-            self.num_local * ranks,
-            rows_per_expert=capacity,
-            backend=self.backend,
-        )
-        ends_L = torch.arange(1, self.num_local + 1, dtype=torch.int32, device=x_TD.device)
-        return Dispatched(
-            x_RD=arrived.x_RD,
-            offsets_E=ends_L * (ranks * capacity),
-            overflow=no_overflow(x_TD),
-            rows_2=no_rows(x_TD),
-            permuted=permuted,
-            weights_TK=weights_SK,
-            arrived=arrived,
-        )
+        moving = self._in_motion().send(self._parts(permuted.x_RD))
+
+        def arrive() -> Dispatched:
+            x_SD = moving.receive().flatten(0, 1)
+            place_G = self._places_in_parts(routes, part)
+            ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
+            # The rows of an expert are those of rank 0, then those of rank 1, each padded.
+            from_S1 = torch.arange(ranks, device=ids_SK.device).repeat_interleave(part)[:, None]
+            local_SK = (ids_SK >= 0) & (ids_SK < self.num_local)
+            places_SK = torch.where(local_SK, ids_SK * ranks + from_S1, NOWHERE)
+            arrived = permute(
+                x_SD,
+                places_SK,
+                self.num_local * ranks,
+                rows_per_expert=capacity,
+                backend=self.backend,
+            )
+            ends_L = torch.arange(1, self.num_local + 1, dtype=torch.int32, device=x_SD.device)
+            return Dispatched(
+                x_RD=arrived.x_RD,
+                offsets_E=ends_L * (ranks * capacity),
+                overflow=no_overflow(x_SD),
+                rows_2=no_rows(x_SD),
+                permuted=permuted,
+                weights_TK=weights_SK,
+                arrived=arrived,
+            )
+
+        return arrive
 
     def worst_rows(self, tokens: int) -> int:
         return self.num_local * self.ep.size * self.capacity(tokens)

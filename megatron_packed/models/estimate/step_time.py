@@ -124,8 +124,9 @@ class KernelTimes:
         self._calls = {call: n for call, n in calls.items() if isinstance(call, TracedKernel)}
         self._lengths = np.asarray(lengths, dtype=np.float64)
         routed = [call.shape[0] for call in self._calls if call.name == "router_logits"]
-        # Buffers of experts have room for more rows than balanced experts get.
-        self._expert_rows = max(routed, default=0) * (config.model.moe_router_topk or 0)
+        # Buffers of experts have room for more rows than balanced experts get. Experts compute parts.
+        balanced = max(routed, default=0) * (config.model.moe_router_topk or 0)
+        self._expert_rows = -(-balanced // config.expert_parts)
         self._adapters = config.model.has_adapters
 
     def total(self) -> float:

@@ -9,12 +9,14 @@ leave the gradient of an unused expert unwritten. Both are set to zero wherever 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_packed.ops.grouped_mlp.late_gradients import LateGradient, late_gradient_of
 from megatron_packed.ops.grouped_mlp.unwritten_rows import zero_rows_after_, zero_unused_experts_
 
 
@@ -42,8 +44,15 @@ def weight_gradient(
     dy_RO: Tensor,
     x_RI: Tensor,
     offsets_E: Tensor,
+    late: LateGradient | None = None,
 ) -> Tensor | None:
-    """Add ``dW_e = dy_e^T x_e`` to ``main_grad``; without ``main_grad``, return it."""
+    """Add ``dW_e = dy_e^T x_e`` to ``main_grad``; without ``main_grad``, return it.
+
+    With ``late`` the result is None, and ``late`` does this later.
+    """
+    if late is not None:
+        late.product = partial(weight_gradient, products, main_grad, dy_RO, x_RI, offsets_E)
+        return None
     if main_grad is not None and products.can_add(main_grad, dy_RO, x_RI):
         products.add_weight_gradient(main_grad, dy_RO, x_RI, offsets_E)
         return None
@@ -61,7 +70,7 @@ def first_linear(products: Products, x_RD: Tensor, w1_EFD: Tensor, offsets_E: Te
     """
     main_grad = getattr(w1_EFD, "main_grad", None)
     hidden_RF: Tensor = _GroupedLinear.apply(
-        x_RD, w1_EFD, main_grad, offsets_E, products, False, True
+        x_RD, w1_EFD, main_grad, late_gradient_of(w1_EFD), offsets_E, products, False, True
     )
     return hidden_RF
 
@@ -72,7 +81,9 @@ def second_linear(products: Products, x_RF: Tensor, w2_EDF: Tensor, offsets_E: T
     Rows from the last offset on are zero in the output and undefined in the gradient of x.
     """
     main_grad = getattr(w2_EDF, "main_grad", None)
-    y_RD: Tensor = _GroupedLinear.apply(x_RF, w2_EDF, main_grad, offsets_E, products, True, False)
+    y_RD: Tensor = _GroupedLinear.apply(
+        x_RF, w2_EDF, main_grad, late_gradient_of(w2_EDF), offsets_E, products, True, False
+    )
     return y_RD
 
 
@@ -89,6 +100,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_RI: Tensor,
         weight_EOI: Tensor,
         main_grad: Tensor | None,
+        late: LateGradient | None,
         offsets_E: Tensor,
         products: Products,
         clear_y: bool,
@@ -97,6 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_RI = x_RI.contiguous()
         ctx.save_for_backward(x_RI, weight_EOI, offsets_E)
         ctx.main_grad = main_grad
+        ctx.late = late
         ctx.products = products
         ctx.clear_dx = clear_dx
         y_RO = products.rows(x_RI, weight_EOI.transpose(1, 2), offsets_E)
@@ -112,5 +125,5 @@ class _GroupedLinear(torch.autograd.Function):
             dx_RI = products.rows(dy_RO, weight_EOI, offsets_E)
             dx_RI = zero_rows_after_(dx_RI, offsets_E) if ctx.clear_dx else dx_RI
         if ctx.needs_input_grad[1]:
-            dweight_EOI = weight_gradient(products, ctx.main_grad, dy_RO, x_RI, offsets_E)
-        return dx_RI, dweight_EOI, None, None, None, None, None
+            dweight_EOI = weight_gradient(products, ctx.main_grad, dy_RO, x_RI, offsets_E, ctx.late)
+        return dx_RI, dweight_EOI, *(None,) * 6

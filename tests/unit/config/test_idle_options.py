@@ -115,6 +115,12 @@ CASES = {
         f"^2 ~--num-attention-heads {MOE} --expert-model-parallel-size 2 --moe-pad-expert-input-to-capacity "
         "--moe-expert-capacity-factor 1 --moe-token-drop-policy position"
     ): {"is allgather": "moe_pad_expert_input_to_capacity"},
+    f"^2 ~--num-attention-heads {MOE} --expert-model-parallel-size 2 --moe-comm-overlap-parts 2": {
+        "is allgather": "moe_comm_overlap_parts"
+    },
+    f"~--num-attention-heads {MOE} --moe-token-dispatcher-type alltoall --moe-comm-overlap-parts 2": {
+        "every rank has all experts": "moe_token_dispatcher_type moe_comm_overlap_parts"
+    },
     (
         "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
         "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "

@@ -342,6 +342,17 @@ def test_the_shared_expert_says_when_it_runs_beside_the_dispatch():
         assert row.state == state and row.detail.startswith(reason), more
 
 
+def test_rows_in_parts_say_what_runs_while_they_travel():
+    parts = ["--moe-comm-overlap-parts", "3", "--moe-shared-expert-intermediate-size", "32"]
+    alltoall = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+    travels, waits = "they travel in 3 parts", "while their last results travel"
+    for more, said in ((alltoall, True), (alltoall[:2], False), (alltoall[2:], False)):
+        found = parallel_capabilities(parse([*FLAGS, *parts, *more], 2), 2)
+        details = {row.name: row.detail for row in found}
+        assert (travels in details["expert parallelism"]) == said, more
+        assert (waits in details["shared-expert overlap"]) == said, more
+
+
 def test_graphs_by_transformer_engine_and_why_there_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (row,) = _graph_rows_of_a_gpu("transformer_engine")
