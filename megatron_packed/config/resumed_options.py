@@ -1,14 +1,15 @@
-"""Options that a resumed run takes from its checkpoint: of its packs, unless the user gives them, and
-of its schedule with ``--use-checkpoint-opt_param-scheduler``.
+"""Options that a resumed run takes from its checkpoint: of its packs and sums, unless the user gives
+them, and of its schedule with ``--use-checkpoint-opt_param-scheduler``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.options import Stored
+from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.optim import (
@@ -44,6 +45,10 @@ def implied_keys(config: RunConfig) -> set[str]:
     }
 
 
+PACK_SECTIONS = ("packing", "data")
+"""Sections of the options that decide packs; those of others decide how numbers are added up."""
+
+
 def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
     """Return the configuration that continues the packs of a checkpoint, and the flags that come
     from the checkpoint.
@@ -51,14 +56,37 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
     Options that the user gave keep their values. If the checkpoint's values do not fit the other
     options, no option changes; the run is then refused when its packs are compared.
     """
+    return _as_stored(config, stored, lambda field: field.section in PACK_SECTIONS)
+
+
+def sums_as_stored(
+    config: RunConfig, stored: Stored, processes: int
+) -> tuple[RunConfig, list[str]]:
+    """Return the configuration that adds numbers up in the order of a checkpoint's run, and the
+    flags that come from the checkpoint.
+
+    A newer default would be as good, but the run would not have the bits of a run that never stopped.
+    """
+
+    def acts(field: Field) -> bool:
+        conditions = field.option.conditions
+        return field.section not in PACK_SECTIONS and all(
+            condition.holds(config, processes) for condition in conditions
+        )
+
+    return _as_stored(config, stored, acts)
+
+
+def _as_stored(
+    config: RunConfig, stored: Stored, takes: Callable[[Field], bool]
+) -> tuple[RunConfig, list[str]]:
     full, keys = with_implied(stored), implied_keys(config)
     changes: dict[str, dict[str, Any]] = {}
     flags = []
     for field, stored_value in stored_values(full):
-        if field.key in keys and stored_value not in (
-            None,
-            config.value_of(field),
-        ):
+        if field.key not in keys or not takes(field):
+            continue
+        if stored_value not in (None, config.value_of(field)):
             changes.setdefault(field.section, {})[field.name] = stored_value
             flags.append(as_flag(field, stored_value))
     try:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -214,16 +214,16 @@ def compute_by_heads(
     Returns:
         ``(T/c, N, P)``.
     """
-    ranks = exchange.size
+    ranks, overlaps = exchange.size, Overlaps(parts > 1, parts > 1)
     arriving = [
-        parts_in_motion(exchange, overlaps=parts > 1).send(x_cTW)
+        parts_in_motion(exchange, overlaps=overlaps).send(x_cTW)
         for x_cTW in messages_of_heads(tensors, ranks, parts)
     ]
     returning = []
     for number, part in enumerate(arriving):
         y_TNP = compute(number, part.receive().flatten(0, 1))
         returning.append(
-            parts_in_motion(exchange, overlaps=parts > 1).send(
+            parts_in_motion(exchange, overlaps=overlaps).send(
                 y_TNP.reshape(ranks, -1, *y_TNP.shape[1:])
             )
         )
@@ -236,6 +236,13 @@ Start = Callable[[Tensor], tuple[Tensor, Started | None]]
 """Starts an exchange of a contiguous tensor: memory of the result, and the collective that writes it.
 None stands for a collective after which the current stream continues.
 """
+
+
+class Overlaps(NamedTuple):
+    """Whether an exchange runs beside other operations, in each pass."""
+
+    forward: bool
+    backward: bool
 
 
 class InMotion:
@@ -286,28 +293,33 @@ class InMotion:
 
 
 def parts_in_motion(
-    exchange: EqualExchange, used: UsedBytes | None = None, *, overlaps: bool
+    exchange: EqualExchange, used: UsedBytes | None = None, *, overlaps: Overlaps
 ) -> InMotion:
     """Return a tensor ``(c, ...)`` in motion: part r goes to rank r. The map is its own adjoint.
 
     Args:
         exchange: exchange of the ranks.
         used: as for `EqualExchange.exchange`.
-        overlaps: True if the exchange runs beside other operations.
+        overlaps: whether the exchange runs beside other operations.
     """
 
-    def start(x: Tensor, used: UsedBytes | None) -> tuple[Tensor, Started | None]:
+    def start(
+        x: Tensor, used: UsedBytes | None, *, overlaps: bool
+    ) -> tuple[Tensor, Started | None]:
         if not overlaps:
             return exchange.exchange(x, used), None
         with record_function("exchange::start"):
             return exchange.start(x, used)
 
     back = None if used is None else used.reversed
-    return InMotion(partial(start, used=used), partial(start, used=back))
+    return InMotion(
+        partial(start, used=used, overlaps=overlaps.forward),
+        partial(start, used=back, overlaps=overlaps.backward),
+    )
 
 
 def rows_in_motion(
-    sent: Sequence[int], received: Sequence[int], group: Group, *, overlaps: bool
+    sent: Sequence[int], received: Sequence[int], group: Group, *, overlaps: Overlaps
 ) -> InMotion:
     """Return rows in motion: ``sent[r]`` consecutive rows go to each rank r.
 
@@ -318,13 +330,14 @@ def rows_in_motion(
             rank.
         received: host integers, one per rank.
         group: process group.
-        overlaps: True if the exchange runs beside other operations.
+        overlaps: whether the exchange runs beside other operations.
     """
     # The sizes are host integers known before the call, so the host never waits for the device.
-    start = partial(_start_rows, group=group, overlaps=overlaps)
+    start = partial(_start_rows, group=group)
     there, back = list(sent), list(received)
     return InMotion(
-        partial(start, sent=there, received=back), partial(start, sent=back, received=there)
+        partial(start, sent=there, received=back, overlaps=overlaps.forward),
+        partial(start, sent=back, received=there, overlaps=overlaps.backward),
     )
 
 

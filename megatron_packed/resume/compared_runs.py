@@ -27,6 +27,7 @@ from megatron_packed.config.options import Stored
 from megatron_packed.config.resumed_options import (
     packs_as_stored,
     schedule_as_stored,
+    sums_as_stored,
     takes_schedule,
     with_implied,
 )
@@ -189,8 +190,8 @@ class Resumed:
 def resumed_options(
     config: RunConfig, groups: ParallelGroups
 ) -> tuple[RunConfig, Resumed | None, list[str]]:
-    """Return the configuration with the packing options, and if requested the schedule, of the
-    checkpoint that the run resumes.
+    """Return the configuration with the options of packs and sums, and if requested the schedule, of
+    the checkpoint that the run resumes.
 
     A collective: rank 0 reads the manifest, and all ranks take the same decision. The later load
     handles damaged checkpoints and checkpoints of other runs.
@@ -219,7 +220,10 @@ def resumed_options(
     # The load refuses to resume from converted weights.
     if metadata is None or (resumed := Resumed(metadata, options.begin_phase)).untrained:
         return config, None, []
-    lines = []
+    config, flags = sums_as_stored(config, resumed.options, groups.world_size)
+    lines = [
+        f"options taken from the checkpoint, so that sums keep their order: {' '.join(flags)}"
+    ] * bool(flags)
     if not resumed.has_new_packs:
         config, flags = packs_as_stored(config, resumed.options)
         if flags:

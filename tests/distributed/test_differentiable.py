@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_packed.distributed.all_to_all import (
     EqualExchange,
+    Overlaps,
     compute_by_heads,
     heads_to_rows,
     rows_in_motion,
@@ -70,7 +71,11 @@ def by_counts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     sent = [counts(rank, other) for other in range(size)]
     received = [counts(other, rank) for other in range(size)]
     overlaps = x.dtype == torch.float32
-    return rows_in_motion(sent, received, group, overlaps=overlaps).send(x[: sum(sent)]).receive()
+    return (
+        rows_in_motion(sent, received, group, overlaps=Overlaps(overlaps, overlaps))
+        .send(x[: sum(sent)])
+        .receive()
+    )
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ def test_no_bound_changes_a_bit(way: Way, pools: WorkerPools) -> None:
     Only `alltoall` bounds the rows of a peer.
     """
     for dispatcher, options in (
-        ("alltoall", {}),
+        ("alltoall", {"moe_dispatch": "rows"}),
         ("allgather", {}),
         ("alltoall", {"moe_dispatch": "tokens"}),
-        ("alltoall", {"moe_comm_overlap_parts": 3}),
+        ("alltoall", {"moe_dispatch": "rows", "moe_comm_overlap_parts": 3}),
         ("alltoall", {"moe_dispatch": "tokens", "moe_comm_overlap_parts": 2}),
     ):
         way = way._replace(dispatcher=dispatcher)

@@ -86,7 +86,7 @@ SIGMOID = {
 GATED = {**SIGMOID, "moe_shared_expert_gate": True}
 ALLGATHER, ALLTOALL = (
     {"moe_token_dispatcher_type": "allgather"},
-    {"moe_token_dispatcher_type": "alltoall"},
+    {"moe_token_dispatcher_type": "alltoall", "moe_dispatch": "rows"},
 )
 TOKENS = {**ALLTOALL, "moe_dispatch": "tokens"}
 IN_PARTS = {"moe_comm_overlap_parts": 3}

@@ -22,7 +22,7 @@ from support.recorder import Recorder
 from support.row_products import experts_row_by_row
 
 PARTS = "moe_comm_overlap_parts"
-ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall", "moe_dispatch": "rows"}
 TOKENS = {**ALLTOALL, "moe_dispatch": "tokens"}
 BOUNDED = {"moe_expert_rank_capacity_factor": 8.0}
 DROPPING = {"moe_expert_capacity_factor": 0.6}

@@ -245,12 +245,13 @@ class ExpertOptions(StackOptions, group=EXPERTS):
         only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_dispatch: str = option(
-        "rows",
+        "tokens",
         "Rows that alltoall sends: one for each expert of a token (rows), or one for each rank of "
         "its experts (tokens). With tokens a rank sums the results of its experts, and rounds the "
         "sum before it travels back.",
         choices=("rows", "tokens"),
         training_only=True,
+        earlier=lambda stored: "rows",
         only_if=(
             EXPERT_LAYERS,
             EXPERTS_ON_RANKS,

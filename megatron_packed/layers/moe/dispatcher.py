@@ -119,6 +119,8 @@ class Dispatcher(ABC):
     """True if shapes are the same for every pack."""
     in_parts = True
     """True if ``--moe-comm-overlap-parts`` divides the token slots."""
+    overlaps_weights = False
+    """True if gradients of rows travel beside the products for the gradients of the weights."""
     even_on_meta = True
     """False routes all tokens to the experts of this rank on the meta device. It has an effect if the
     shapes follow the routing.
@@ -159,11 +161,6 @@ class Dispatcher(ABC):
         Returns:
             the weighted sum of the results for each token of the part, ``(T, D)``.
         """
-
-    @property
-    def overlaps(self) -> bool:
-        """True if rows travel beside the computation of other parts."""
-        return self.parts > 1
 
     def part_sizes(self, tokens: int) -> list[int]:
         """Return the token slots of each part: consecutive slots, at least one and about equally many.

@@ -19,7 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_packed.distributed.all_to_all import InMotion, parts_in_motion, rows_in_motion
+from megatron_packed.distributed.all_to_all import (
+    InMotion,
+    Overlaps,
+    parts_in_motion,
+    rows_in_motion,
+)
 from megatron_packed.distributed.collectives import all_gather_rows
 from megatron_packed.distributed.differentiable import Group, gather_rows, scatter_rows
 from megatron_packed.layers.moe.dispatcher import (
@@ -38,15 +43,28 @@ from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
 class ExchangingDispatcher(Dispatcher):
     """Base class of the dispatchers that exchange rows, each rank with each other one."""
 
-    def _rows_in_motion(self, sent: list[int], received: list[int]) -> InMotion:
+    overlaps_weights = True
+
+    def _rows_in_motion(
+        self, sent: list[int], received: list[int], *, to_experts: bool
+    ) -> InMotion:
         """Return rows in motion: ``sent[r]`` of them go to rank r."""
         assert self.ep.group is not None, "ranks that exchange rows have a group"
-        return rows_in_motion(sent, received, self.ep.group, overlaps=self.overlaps)
+        return rows_in_motion(sent, received, self.ep.group, overlaps=self._overlaps(to_experts))
 
-    def _in_motion(self, used: UsedRows | None = None) -> InMotion:
+    def _in_motion(self, used: UsedRows | None = None, *, to_experts: bool) -> InMotion:
         """Return parts ``(e, ...)`` in motion: part r goes to rank r."""
         assert self.ep.exchange is not None, "ranks that exchange parts have an exchange"
-        return parts_in_motion(self.ep.exchange, used, overlaps=self.overlaps)
+        return parts_in_motion(self.ep.exchange, used, overlaps=self._overlaps(to_experts))
+
+    def _overlaps(self, to_experts: bool) -> Overlaps:
+        """Return whether other work runs beside an exchange. See [Note: experts in parts].
+
+        Gradients of the rows that went to experts travel beside the products for the gradients of
+        the experts' weights, also in one part.
+        """
+        several = self.parts > 1
+        return Overlaps(several, several or to_experts)
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -155,7 +173,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
         else:
             sent = loads[self.ep.rank]
             received = [row[self.ep.rank] for row in loads]
-        moving = self._rows_in_motion(sent, received)
+        moving = self._rows_in_motion(sent, received, to_experts=True)
         moving.send(permuted.x_RD[: sum(sent)])
 
         def arrive() -> Dispatched:
@@ -191,7 +209,7 @@ class AllToAllDispatcher(ExchangingDispatcher):
         )
         sent, received = dispatched.exchange
         y_SD = unpermute(y_RD, dispatched.arrived, backend=self.backend)
-        moving = self._rows_in_motion(received, sent).send(y_SD)
+        moving = self._rows_in_motion(received, sent, to_experts=False).send(y_SD)
         unused = dispatched.permuted.token_R.shape[0] - sum(sent)
         return lambda: self.add_up(F.pad(moving.receive(), (0, 0, 0, unused)), dispatched)
 
@@ -232,7 +250,7 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         tokens = weights_TK.shape[0]
         part, rows = self.part_rows(tokens), self.buffer_rows(tokens)
         used = self._used(counts_eeL, permuted.x_RD, tokens)
-        moving = self._in_motion(used)
+        moving = self._in_motion(used, to_experts=True)
         # (e P, D) -> (e, P, D), part r for rank r
         moving.send(permuted.x_RD.view(self.ep.size, part, -1))
 
@@ -261,7 +279,8 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         arrived = dispatched.arrived
         assert arrived is not None, "send_back() needs an arrived part"
         y_SD = unpermute(y_RD, arrived, backend=self.backend)
-        moving = self._in_motion(None if dispatched.used is None else dispatched.used.reversed)
+        used = None if dispatched.used is None else dispatched.used.reversed
+        moving = self._in_motion(used, to_experts=False)
         moving.send(y_SD.view(self.ep.size, -1, y_SD.shape[1]))
         return lambda: self.add_up(moving.receive().flatten(0, 1), dispatched)
 
@@ -317,7 +336,9 @@ class PaddedAllToAllDispatcher(ExchangingDispatcher):
         )
         # (E C, D) -> (e, L, C, D), part r for rank r -> (e, L, C, D), part s from rank s
         # -> (L, e C, D)
-        moving = self._in_motion().send(permuted.x_RD.view(ranks, local, capacity, -1))
+        moving = self._in_motion(to_experts=True).send(
+            permuted.x_RD.view(ranks, local, capacity, -1)
+        )
 
         def arrive() -> Dispatched:
             received = moving.receive()
@@ -335,7 +356,7 @@ class PaddedAllToAllDispatcher(ExchangingDispatcher):
 
     def send_back(self, y_RD: Tensor, dispatched: Dispatched) -> Arrival[Tensor]:
         by_expert = y_RD.view(self.num_local, self.ep.size, -1, y_RD.shape[1])  # (L, e, C, D)
-        moving = self._in_motion().send(by_expert.transpose(0, 1))
+        moving = self._in_motion(to_experts=False).send(by_expert.transpose(0, 1))
         shape = dispatched.permuted.x_RD.shape
         return lambda: self.add_up(moving.receive().reshape(shape), dispatched)
 

@@ -22,7 +22,8 @@ tokens and the gather of counts or routes. The messages of all parts start at on
 as soon as it has arrived, and its results start to travel back. See [Note: exchange in parts] in
 ``distributed/all_to_all.py``: the backward pass mirrors this order. A shared expert runs before the
 results are received, so it covers the last message, and in the backward pass the first one. There the
-products for the gradients of the experts' weights cover the last message, see `late_weight`.
+products for the gradients of the experts' weights cover the last message, see `late_weight`. They do so
+in one part, too.
 
 Each row has the same bits as in one part, if a product of a row does not depend on other rows. The
 gradient of an expert's weight is the sum of a product for each part: its terms are added in another
@@ -317,7 +318,7 @@ class MoE(nn.Module):
             return "the shared expert's output is multiplied by its gate"
         if self.overlaps_shared_expert:
             return "the shared expert runs beside the routed experts"
-        if self.dispatcher.overlaps:
+        if self.dispatcher.parts > 1:
             return "the shared expert runs while results of the routed experts travel"
         return ""
 
@@ -369,7 +370,7 @@ class MoE(nn.Module):
         # The dispatcher holds what it needs: free the memory as parts are computed.
         del routed_TL
         returning, reports = self._compute(parts)
-        if beside_TD is None and self.dispatcher.overlaps and not self.ep.splits_tokens:
+        if beside_TD is None and self.dispatcher.parts > 1 and not self.ep.splits_tokens:
             beside_TD = None if self.shared_expert is None else self._shared_expert(own_TD)
         y_TL = _joined([receive() for receive in returning])
         del returning
@@ -401,7 +402,7 @@ class MoE(nn.Module):
         """
         returning, reports = [], []
         while parts:
-            weights = self.experts.weights_of_part() if self.dispatcher.overlaps else None
+            weights = self.experts.weights_of_part() if self.dispatcher.overlaps_weights else None
             dispatched = parts.pop(0)()
             y_RL = self.experts(dispatched.x_RD, dispatched.offsets_E, weights)
             returning.append(self.dispatcher.send_back(y_RL, dispatched))

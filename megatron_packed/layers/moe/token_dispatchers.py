@@ -113,7 +113,7 @@ class TokenDispatcher(ExchangingDispatcher):
         permuted = permute(
             x_TD, self._ranks_of(routes), self.ep.size, rows=sum(sent), backend=self.backend
         )
-        moving = self._rows_in_motion(sent, received)
+        moving = self._rows_in_motion(sent, received, to_experts=True)
         moving.send(permuted.x_RD)
 
         def arrive() -> Dispatched:
@@ -152,7 +152,7 @@ class TokenDispatcher(ExchangingDispatcher):
         """Start to send rows back to the ranks of their tokens."""
         assert dispatched.exchange is not None
         sent, received = dispatched.exchange
-        moving = self._rows_in_motion(received, sent)
+        moving = self._rows_in_motion(received, sent, to_experts=False)
         return moving.send(y_SD)
 
     def routes_of_all(self, ids_TK: Tensor, weights_TK: Tensor) -> list[AllRoutes]:
@@ -252,7 +252,7 @@ class BoundedTokenDispatcher(TokenDispatcher):
             backend=self.backend,
         )
         used = self._used(routes, permuted.x_RD, tokens)
-        moving = self._in_motion(used).send(self._parts(permuted.x_RD))
+        moving = self._in_motion(used, to_experts=True).send(self._parts(permuted.x_RD))
 
         def arrive() -> Dispatched:
             x_SD = moving.receive().flatten(0, 1)
@@ -277,7 +277,7 @@ class BoundedTokenDispatcher(TokenDispatcher):
         if dispatched.exchange is not None:
             return super()._back(y_SD, dispatched)
         used = None if dispatched.used is None else dispatched.used.reversed
-        return self._in_motion(used).send(self._parts(y_SD))
+        return self._in_motion(used, to_experts=False).send(self._parts(y_SD))
 
     def _parts(self, rows_SD: Tensor) -> Tensor:
         """Return rows ``(e P, D)`` as the parts for the ranks, ``(e, P, D)``."""
@@ -338,7 +338,7 @@ class PaddedTokenDispatcher(BoundedTokenDispatcher):
             rows_per_part=(ranks, part),
             backend=self.backend,
         )
-        moving = self._in_motion().send(self._parts(permuted.x_RD))
+        moving = self._in_motion(to_experts=True).send(self._parts(permuted.x_RD))
 
         def arrive() -> Dispatched:
             x_SD = moving.receive().flatten(0, 1)

@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_packed.config.parser.parse import parse
-from megatron_packed.config.resumed_options import implied_keys, packs_as_stored, with_implied
+from megatron_packed.config.resumed_options import (
+    implied_keys,
+    packs_as_stored,
+    sums_as_stored,
+    with_implied,
+)
 from megatron_packed.config.run import every_field, keys_deciding
 from megatron_packed.config.serialise import to_dict
 from support.command_lines import argv_of
@@ -18,6 +23,7 @@ KEYS = {
     "data.answer_end",
     "data.data_rules",
 }
+SUMS = {"model.moe_dispatch"}
 RULES = "--micro-batch-size 2 --sft --split 9,1"
 
 
@@ -59,7 +65,31 @@ def test_an_old_checkpoint_decides_what_is_not_given(argv) -> None:
         taken,
         flags,
     )  # a checkpoint of the resumed run stores these options
-    assert implied_keys(config) == KEYS
+    assert implied_keys(config) == KEYS | SUMS
+
+
+EXPERTS = """--hybrid-layer-pattern ME --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16
+--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"""
+
+
+def test_a_checkpoint_of_before_goes_on_with_the_sums_of_its_time(right) -> None:
+    """It has rows: as the value of a default, or no value if the option did not exist."""
+    words = argv_of(right, EXPERTS)
+    config = parse(words, 2)
+    assert config.model.moe_dispatch == "tokens"
+    stored = to_dict(config)
+    stored["model"]["moe_dispatch"] = "rows"
+    older = to_dict(config)
+    del older["model"]["moe_dispatch"]
+    for each in (stored, older):
+        taken, flags = sums_as_stored(config, each, 2)
+        assert (taken.model.moe_dispatch, flags) == ("rows", ["--moe-dispatch rows"])
+        assert packs_as_stored(config, each) == (config, [])
+    assert sums_as_stored(config, to_dict(config), 2) == (config, [])
+    gathers = parse([*words, "--moe-token-dispatcher-type", "allgather"], 2)
+    assert sums_as_stored(gathers, stored, 2) == (gathers, [])  # the option has no effect
+    given = parse([*words, "--moe-dispatch", "tokens"], 2)
+    assert sums_as_stored(given, stored, 2) == (given, [])
 
 
 def test_what_is_given_counts(argv) -> None:
