@@ -20,7 +20,8 @@ from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
-from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
+from megatron_packed.distributed.symmetric_memory import not_supported_reasons
+from megatron_packed.distributed.symmetric_rows import dtype_reasons
 from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, row
 from megatron_packed.explain.kernel_reasons import (
     Kernel,

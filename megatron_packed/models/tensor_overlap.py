@@ -40,38 +40,42 @@ def overlap_absence(config: RunConfig) -> str:
 
 
 def symmetric_bytes(config: RunConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the symmetric workspace of a rank; 0 if no product is to be fused.
+    """Return the bytes of symmetric memory of a rank; 0 if nothing runs under products.
 
     All rows that linear layers exchange have the width of the hidden state.
     """
-    if not overlap_of(config).fuses:
+    if overlap_of(config) == NO_OVERLAP:
         return 0
-    from megatron_packed.distributed.symmetric_memory import DTYPE
+    from megatron_packed.distributed.symmetric_memory import MOST_RANKS
+    from megatron_packed.distributed.symmetric_rows import buffer_bytes, dtype_reasons
 
-    return _workspace_bytes(config, dtype) if dtype == DTYPE else 0
+    size = config.parallel.tensor_model_parallel_size
+    if size > MOST_RANKS or dtype_reasons(dtype):
+        return 0
+    return buffer_bytes(size, _row_bytes(config, dtype))
 
 
-def _workspace_bytes(config: RunConfig, dtype: torch.dtype) -> int:
-    from megatron_packed.distributed.symmetric_memory import workspace_bytes
+def _row_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the rows of a rank between the layers."""
+    from megatron_packed.distributed.symmetric_rows import row_bytes
 
     rows = config.packing.tokens_per_pack // config.parallel.ranks_per_row
-    return workspace_bytes(rows, config.model.hidden_size, dtype)
+    return row_bytes(rows, config.model.hidden_size, dtype)
 
 
 def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> None:
-    """Set up symmetric memory for the fused products of a model, before the first capture.
+    """Set up the symmetric memory of a model, before the first capture.
 
     This is a collective call. If symmetric memory cannot be used, products and collectives of the
     fused kind run one after the other, and ``products.reason`` has the reason.
     """
     products = model.tp.products
     # The configuration decides, so all ranks return here, or all take part in the messages below.
-    if products is None or not products.overlap.fuses:
+    if products is None or products.overlap == NO_OVERLAP:
         return
-    from megatron_packed.distributed.symmetric_memory import connect
+    from megatron_packed.distributed.symmetric_rows import connect
 
-    nbytes = _workspace_bytes(config, model.dtype)
-    found = connect(products.group, groups, model.dtype, nbytes)
+    found = connect(products.group, groups, model.dtype, _row_bytes(config, model.dtype))
     if isinstance(found, str):
         products.reason = found
     else:

@@ -22,7 +22,7 @@ from megatron_packed.distributed.sequence_parallel_products import (
     SequenceParallelProducts,
     TensorOverlap,
 )
-from megatron_packed.distributed.symmetric_memory import connect, workspace_bytes
+from megatron_packed.distributed.symmetric_rows import connect, row_bytes
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.backends import Backends
 from megatron_packed.layers.build import Build
@@ -30,25 +30,29 @@ from megatron_packed.layers.linear import ColumnParallelLinear, RowParallelLinea
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.tensor_overlap import overlap_line
 from megatron_packed.training.build_job import build_job
-from support.blockwise_memory import BlockwiseMemory, stand_in_memory
 from support.layouts import VOCAB, Way, config_of, mine
 from support.process_pools import WorkerPools
 from support.recorder import Recorder
+from support.shared_file_rows import SharedFileRows, stand_in_memory
 from support.whole_state import assembled, assert_same_bits, everything
 
 ROWS, WIDTH, INNER = 6, 10, 8
 """Rows of a rank, hidden size, and inner width of all ranks."""
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+BULK_GATHER, BULK_SCATTER = "start_gather", "start_scatter"
 CASES: dict[str, tuple[TensorOverlap, dict[str, int]]] = {
     "fused all-gathers": (TensorOverlap(all_gather=True), {GATHER: 2}),
     "fused reduce-scatters": (TensorOverlap(reduce_scatter=True), {SCATTER: 1}),
     "fused dX": (TensorOverlap(reduce_scatter_dgrad=True), {SCATTER: 1}),
-    "in bulk": (TensorOverlap(bulk_dgrad=True, bulk_wgrad=True), {}),
-    "bulk all-gather": (TensorOverlap(bulk_dgrad=True), {}),
-    "bulk reduce-scatter": (TensorOverlap(bulk_wgrad=True), {}),
+    "in bulk": (
+        TensorOverlap(bulk_dgrad=True, bulk_wgrad=True),
+        {BULK_GATHER: 1, BULK_SCATTER: 1},
+    ),
+    "bulk all-gather": (TensorOverlap(bulk_dgrad=True), {BULK_GATHER: 1}),
+    "bulk reduce-scatter": (TensorOverlap(bulk_wgrad=True), {BULK_SCATTER: 1}),
     "Megatron's default": (
         TensorOverlap(all_gather=True, reduce_scatter=True, bulk_dgrad=True, bulk_wgrad=True),
-        {GATHER: 2, SCATTER: 1},
+        {GATHER: 2, SCATTER: 1, BULK_GATHER: 1, BULK_SCATTER: 1},
     ),
     "everything": (
         TensorOverlap(
@@ -58,18 +62,20 @@ CASES: dict[str, tuple[TensorOverlap, dict[str, int]]] = {
             bulk_dgrad=True,
             bulk_wgrad=True,
         ),
-        {GATHER: 2, SCATTER: 2},
+        {GATHER: 2, SCATTER: 2, BULK_GATHER: 1},
     ),
 }
-"""Overlap, and the fused products of forward and backward of a column- and a row-parallel layer."""
+"""Overlap, and the exchanges of forward and backward of a column- and a row-parallel layer."""
 
 
-def tensor_parallel(groups: ParallelGroups, overlap: TensorOverlap, rows: int) -> TensorParallel:
+def tensor_parallel(
+    groups: ParallelGroups, overlap: TensorOverlap, rows: int, *, memory: bool
+) -> TensorParallel:
     tp = TensorParallel.from_groups(groups, sequence_parallel=True, overlap=overlap)
     assert tp.products is not None and groups.tp.group is not None
-    if overlap.fuses:
-        needed = workspace_bytes(rows, WIDTH, torch.float64)
-        tp.products.memory = BlockwiseMemory(groups.tp.group, needed)
+    if memory:
+        needed = row_bytes(rows, WIDTH, torch.float64)
+        tp.products.memory = SharedFileRows(groups.tp.group, needed)
     return tp
 
 
@@ -82,6 +88,7 @@ def run_layers(
     groups: ParallelGroups,
     overlap: TensorOverlap,
     *,
+    memory: bool,
     bias: bool = False,
     flat: bool = True,
     trained: tuple[str, ...] = EVERYTHING,
@@ -89,9 +96,10 @@ def run_layers(
     """Run a column- and a row-parallel layer; return the output, all gradients, and counts.
 
     Args:
+        memory: exchange rows through the stand-in for symmetric memory.
         trained: the layers whose weights get a gradient, and ``x`` if the input gets one.
     """
-    tp = tensor_parallel(groups, overlap, ROWS)
+    tp = tensor_parallel(groups, overlap, ROWS, memory=memory)
     segment = SplitSegment(noun="channels", count=INNER, width=1)
     build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
     column = ColumnParallelLinear(WIDTH, tp.shard(segment), bias=bias, build=build)
@@ -139,16 +147,21 @@ def run_all(groups: ParallelGroups) -> dict[str, Any]:
     variants = [(trained, {}) for trained in TRAINED]
     variants += [("all", {"flat": False}), ("all", {"bias": True})]
     for trained, options in variants:
-        plain = run_layers(groups, NO_OVERLAP, trained=TRAINED[trained], **options)
+        options = {"trained": TRAINED[trained], **options}
+        plain = run_layers(groups, NO_OVERLAP, memory=False, **options)
         for name, (overlap, _) in CASES.items():
-            overlapped = run_layers(groups, overlap, trained=TRAINED[trained], **options)
-            found[name, trained, str(options)] = [plain, overlapped]
+            for memory in (True,) if overlap.fuses else (True, False):
+                overlapped = run_layers(groups, overlap, memory=memory, **options)
+                found[name, trained, str(options), memory] = [plain, overlapped]
     return found
 
 
 def calls_of(name: str, trained: str) -> dict[str, int]:
-    """Return the fused products of a case with these trained parts."""
+    """Return the exchanges through symmetric memory of a case with these trained parts."""
     overlap, calls = CASES[name]
+    if trained == "all":
+        return calls
+    calls = {call: count for call, count in calls.items() if call in (GATHER, SCATTER)}
     if trained == "frozen" and overlap.reduce_scatter:
         # No product dW could hide the reduce-scatter of dX, so it is fused with its own product.
         return {**calls, SCATTER: 2}
@@ -159,21 +172,25 @@ def calls_of(name: str, trained: str) -> dict[str, int]:
     return calls
 
 
-def test_outputs_and_gradients_are_those_without_overlap(pools: WorkerPools) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_and_gradients_are_those_without_overlap(ranks: int, pools: WorkerPools) -> None:
     """Check all combinations; collectives in bulk change no bit, and no layer fuses twice."""
-    for found in pools.run(run_all, 2, layout={"tp_size": 2}):
-        for (name, trained, options), (plain, overlapped) in found.items():
-            overlap = CASES[name][0]
+    for found in pools.run(run_all, ranks, layout={"tp_size": ranks}):
+        complete = {name: pair[0]["tensors"] for name, pair in found.items() if "all" in name}
+        for (name, trained, options, memory), (plain, overlapped) in found.items():
             assert plain["calls"] == {} and overlapped["unfused"] == {}
             calls = {call: count for call, count in overlapped["calls"].items() if count}
-            assert calls == calls_of(name, trained), (name, trained)
+            barriers = calls.pop("barriers", 0)
+            assert calls == (calls_of(name, trained) if memory else {}), (name, trained)
+            if name == "Megatron's default":
+                assert barriers == sum(calls.values())
             assert plain["tensors"].keys() == overlapped["tensors"].keys()
-            if options == "{}":  # A frozen part changes no gradient of the other parts.
-                complete = found[name, "all", options][0]["tensors"]
-                assert all(torch.equal(x, complete[what]) for what, x in plain["tensors"].items())
+            if trained != "all":  # A frozen part changes no gradient of the other parts.
+                whole = complete[name, "all", str({"trained": EVERYTHING}), memory]
+                assert all(torch.equal(x, whole[what]) for what, x in plain["tensors"].items())
             for what, wanted in plain["tensors"].items():
                 got = overlapped["tensors"][what]
-                if overlap.fuses:
+                if memory:
                     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
                 else:
                     assert torch.equal(got, wanted), (name, trained, options, what)
@@ -199,7 +216,7 @@ class Order(Recorder):
 
 def order_of_work(groups: ParallelGroups, overlap: TensorOverlap) -> list[str]:
     """Return the operations of the backward pass of a column-parallel layer, in order."""
-    tp = tensor_parallel(groups, overlap, ROWS)
+    tp = tensor_parallel(groups, overlap, ROWS, memory=False)
     rows = tp.shard(SplitSegment(noun="channels", count=INNER, width=1))
     build = Build(backends=Backends(), tp=tp, device="cpu", dtype=torch.float64)
     layer = ColumnParallelLinear(WIDTH, rows, bias=False, build=build)
@@ -252,7 +269,7 @@ def test_each_collective_starts_before_the_product_that_hides_it(
 def products_of_sizes(groups: ParallelGroups) -> dict[str, Any]:
     """Use products that do not fit, that have no rows, and that do not divide evenly."""
     overlap = TensorOverlap(all_gather=True, reduce_scatter=True)
-    tp = tensor_parallel(groups, overlap, ROWS)
+    tp = tensor_parallel(groups, overlap, ROWS, memory=True)
     products = tp.products
     assert products is not None
     weight = torch.randn(WIDTH, INNER, dtype=torch.float64)
