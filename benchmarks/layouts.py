@@ -84,14 +84,28 @@ MODELS = {
         "experts": 8,
         "expert_ffn": 4096,
     },
+    # 13 layers of Nemotron-H-8B's shape, with its vocabulary
+    "nemotron8b": {
+        "T": 8192,
+        "pattern": "M-M-M-M*-M-M-",
+        "hidden": 4096,
+        "heads": 32,
+        "groups": 8,
+        "ffn": 21504,
+        "mamba_heads": 128,
+        "mamba_groups": 8,
+        "vocab": 131072,
+    },
 }
+SMALL = ("hybrid1b", "hybrid1b_moe")
+"""Models that run by default."""
 ONE = "one process"
 
 TP2, CP2, EP2 = (
     {f"{axis}_size": 2}
     for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel")
 )
-SP = {"sequence_parallel": True}
+SP = {"sequence_parallel": True, "tp_comm_overlap": False}
 TP_OVERLAP = {"tp_comm_overlap": True}
 COPIED = {"all_to_all_backend": "symmetric_memory"}
 ZERO = {"use_distributed_optimizer": True}
@@ -323,7 +337,7 @@ def asks_nothing(config: RunConfig) -> bool:
 
 
 def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
-    """Profile steps, and return `exchange_ms` and `exposed_by_name` of one step."""
+    """Profile steps, and return `exchange_ms`, `exposed_by_name` and barriers of one step."""
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -332,7 +346,11 @@ def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
             step()
         torch.cuda.synchronize()
     events = harness.device_events(profiler)
-    return exchange_ms(events, PROFILED) | {"exposed": exposed_by_name(events, PROFILED)}
+    barriers = sum("barrier_kernel" in event.name.lower() for event in events)
+    return exchange_ms(events, PROFILED) | {
+        "exposed": exposed_by_name(events, PROFILED),
+        "barriers": barriers / PROFILED,
+    }
 
 
 def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
@@ -482,6 +500,8 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     exchanges["exchange, exposed, idle ms"] = ", ".join(
                         f"{one:.2f}" for one in times
                     )
+                if "barriers" in graphs:  # absent from results until 2026-11-29
+                    exchanges["barriers"] = f"{graphs['barriers']:,.0f}"
                 rows.append(
                     {
                         "model": model,
@@ -574,7 +594,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(SMALL))
     parser.add_argument(
         "--layouts", nargs="+", help="names (default: all for the number of processes)"
     )
@@ -583,6 +603,9 @@ def main() -> None:
     )
     parser.add_argument("--suffix", default="", help="end of the name of each result file")
     parser.add_argument("--packs", type=int, default=4, help="packs in a step, over all processes")
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds after which no other layout begins"
+    )
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -607,6 +630,7 @@ def main() -> None:
         ParallelConfig(), device, layout=ParallelLayout(world_size=world)
     )
     results: dict[str, Any] = {}
+    begun = time.monotonic()
     for model in arguments.models:
         c = quick(MODELS[model]) if arguments.quick else MODELS[model]
         steps = steps_of(
@@ -621,6 +645,12 @@ def main() -> None:
         )
         results[model] = result
         for name, options in layouts.items():
+            late = torch.tensor(float(time.monotonic() - begun > arguments.limit))
+            dist.all_reduce(late)  # one decision, although the clocks of the ranks differ
+            if late:
+                if rank == 0:
+                    print(f"{model}, {name}: left out after {arguments.limit:g} s", flush=True)
+                continue
             if device.type == "cuda":
                 harness.free_memory()
                 torch.cuda.reset_peak_memory_stats()

@@ -1,5 +1,5 @@
-"""Options that a resumed run takes from its checkpoint: of its packs, unless the user gives them, and
-of its schedule with ``--use-checkpoint-opt_param-scheduler``.
+"""Options that a resumed run takes from its checkpoint: of its packs and its tensor-parallel overlap,
+unless the user gives them, and of its schedule with ``--use-checkpoint-opt_param-scheduler``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.options import Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.collectives import overlaps_tensor_parallel
 from megatron_packed.config.sections.optim import (
     DECAY,
     ENDS_WITH_RUN,
@@ -68,6 +69,22 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
         return replace(config, **sections), flags
     except ConfigError:
         return config, []
+
+
+def overlap_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
+    """Return the configuration, and the flag ``--no-tp-comm-overlap`` if it comes from a checkpoint.
+
+    Its run had no overlap and this one would have it by default, which rounds sums of more than two
+    ranks in another way.
+    """
+    parallel = config.parallel
+    earlier = stored.get("parallel", {}).get("tp_comm_overlap", False)
+    exchanges_rows = parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel
+    by_default = parallel.tp_comm_overlap is None and overlaps_tensor_parallel(config)
+    if not (exchanges_rows and by_default and earlier is False):
+        return config, []
+    kept = replace(config, parallel=replace(parallel, tp_comm_overlap=False))
+    return kept, ["--no-tp-comm-overlap"]
 
 
 _SCHEDULE = tuple(

@@ -72,8 +72,8 @@ class SequenceParallelProducts:
         self.overlap = overlap
         self.memory: SymmetricRows | None = None
         """Symmetric memory; without it no product is fused."""
-        self.reason = "no symmetric memory was set up"
-        """Reason why there is no symmetric memory."""
+        self.reason = ""
+        """Reason why there is no symmetric memory, if it was to be set up."""
         self.unfused: Counter[str] = Counter()
         """Reason -> number of products that were to be fused and were not. Replays do not count."""
 
@@ -161,7 +161,7 @@ class SequenceParallelProducts:
     def _memory(self, rows: int, width: int, x: Tensor) -> SymmetricRows | None:
         """Return the symmetric memory if it holds ``rows`` of each rank, and count it if not."""
         if self.memory is None:
-            self.unfused[self.reason] += 1
+            self.unfused[self.reason or "no symmetric memory was set up"] += 1
             return None
         if self.memory.holds(rows, width, x.dtype):
             return self.memory

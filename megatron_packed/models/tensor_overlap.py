@@ -6,17 +6,21 @@ import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.collectives import overlaps_tensor_parallel
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.models.hybrid_model import HybridModel
 
+OVERLAP_FASTER = "by default, because steps in graphs were measured to be faster"
+OVERLAP_SLOWER = "--tp-comm-overlap would make eager steps slower"
+
 
 def overlap_of(config: RunConfig) -> TensorOverlap:
-    """Return the collectives that ``--tp-comm-overlap`` runs under products in this run."""
+    """Return the collectives that run under products in this run, by its flags or by default."""
     parallel = config.parallel
-    if not parallel.tp_comm_overlap or overlap_absence(config):
+    if not overlaps_tensor_parallel(config) or overlap_absence(config):
         return NO_OVERLAP
     return TensorOverlap(
         all_gather=parallel.tp_comm_overlap_ag,
@@ -67,7 +71,8 @@ def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroup
     """Set up the symmetric memory of a model, before the first capture.
 
     This is a collective call. If symmetric memory cannot be used, products and collectives of the
-    fused kind run one after the other, and ``products.reason`` has the reason.
+    fused kind run one after the other, and ``products.reason`` has the reason. Without the flag all
+    collectives then do, because in bulk alone they were not measured to be faster.
     """
     products = model.tp.products
     # The configuration decides, so all ranks return here, or all take part in the messages below.
@@ -78,6 +83,8 @@ def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroup
     found = connect(products.group, groups, model.dtype, _row_bytes(config, model.dtype))
     if isinstance(found, str):
         products.reason = found
+        if config.parallel.tp_comm_overlap is None:
+            products.overlap = NO_OVERLAP
     else:
         products.memory = found
 
@@ -108,8 +115,10 @@ def overlap_words(overlap: TensorOverlap, reason: str = "") -> str:
 def overlap_line(model: HybridModel) -> str:
     """Return the line of the start of a run about the overlap; empty without overlap."""
     products = model.tp.products
-    if products is None or products.overlap == NO_OVERLAP:
+    if products is None or (products.overlap == NO_OVERLAP and not products.reason):
         return ""
+    if products.overlap == NO_OVERLAP:
+        return f"tensor-parallel collectives: not under products, because {products.reason}"
     reason = products.reason if products.memory is None else ""
     adapters = f"; {APART}" if model.config.has_adapters else ""
     return f"tensor-parallel collectives: {overlap_words(products.overlap, reason)}{adapters}"

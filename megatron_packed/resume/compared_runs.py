@@ -25,6 +25,7 @@ from megatron_packed.checkpoint.run_metadata import (
 )
 from megatron_packed.config.options import Stored
 from megatron_packed.config.resumed_options import (
+    overlap_as_stored,
     packs_as_stored,
     schedule_as_stored,
     takes_schedule,
@@ -189,8 +190,8 @@ class Resumed:
 def resumed_options(
     config: RunConfig, groups: ParallelGroups
 ) -> tuple[RunConfig, Resumed | None, list[str]]:
-    """Return the configuration with the packing options, and if requested the schedule, of the
-    checkpoint that the run resumes.
+    """Return the configuration with the packing options, the tensor-parallel overlap, and if requested
+    the schedule, of the checkpoint that the run resumes.
 
     A collective: rank 0 reads the manifest, and all ranks take the same decision. The later load
     handles damaged checkpoints and checkpoints of other runs.
@@ -226,6 +227,9 @@ def resumed_options(
             lines.append(
                 f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
             )
+    config, flags = overlap_as_stored(config, resumed.options)
+    if flags:
+        lines.append(f"taken from the checkpoint, so that sums do not change: {' '.join(flags)}")
     if takes_schedule(config):
         if "optim" not in resumed.options:
             raise CheckpointMismatchError(
