@@ -73,6 +73,8 @@ LOCAL = "local"
 GRAPHS = (LOCAL, FULL_ITERATION)
 EXPOSED = 5
 """Number of exchanges in the results, those with the longest exposed time."""
+BARRIER = "barrier_kernel"
+"""Part of the name of the barriers of symmetric memory."""
 COPIES = ("memcpy dtod", "memcpy ptop")
 """Beginnings of the names of copies by copy engines; fused products receive rows by these copies."""
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
@@ -84,21 +86,7 @@ MODELS = {
         "experts": 8,
         "expert_ffn": 4096,
     },
-    # 13 layers of Nemotron-H-8B's shape, with its vocabulary
-    "nemotron8b": {
-        "T": 8192,
-        "pattern": "M-M-M-M*-M-M-",
-        "hidden": 4096,
-        "heads": 32,
-        "groups": 8,
-        "ffn": 21504,
-        "mamba_heads": 128,
-        "mamba_groups": 8,
-        "vocab": 131072,
-    },
 }
-SMALL = ("hybrid1b", "hybrid1b_moe")
-"""Models that run by default."""
 ONE = "one process"
 
 TP2, CP2, EP2 = (
@@ -337,7 +325,7 @@ def asks_nothing(config: RunConfig) -> bool:
 
 
 def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
-    """Profile steps, and return `exchange_ms`, `exposed_by_name` and barriers of one step."""
+    """Profile steps, and return `exchange_ms` and `exposed_by_name` of one step."""
     from torch.profiler import ProfilerActivity, profile
 
     harness.synchronize()
@@ -346,18 +334,15 @@ def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
             step()
         torch.cuda.synchronize()
     events = harness.device_events(profiler)
-    barriers = sum("barrier_kernel" in event.name.lower() for event in events)
-    return exchange_ms(events, PROFILED) | {
-        "exposed": exposed_by_name(events, PROFILED),
-        "barriers": barriers / PROFILED,
-    }
+    return exchange_ms(events, PROFILED) | {"exposed": exposed_by_name(events, PROFILED)}
 
 
 def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Return three times of a step in ms.
+    """Return three times of a step in ms, and its barriers.
 
     In ``exchange_ms`` an exchange with other ranks runs. In ``exposed_ms`` nothing but exchanges runs,
-    and in ``idle_ms`` nothing runs, between the first and the last event.
+    and in ``idle_ms`` nothing runs, between the first and the last event. ``barriers`` is the number of
+    barriers of symmetric memory.
 
     Copies inside the device count as exchanges, because a copy from symmetric memory of another rank
     may have their name. Other copies of a step are small.
@@ -374,6 +359,7 @@ def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
         "exchange_ms": harness.union_ms(sending) / steps,
         "exposed_ms": (busy - compute) / steps,
         "idle_ms": (span - busy) / steps,
+        "barriers": sum(BARRIER in event.name.lower() for event in sending) / steps,
     }
 
 
@@ -408,7 +394,7 @@ def exposed_by_name(events: Sequence[Any], steps: int) -> dict[str, float]:
 def is_exchange(name: str) -> bool:
     """Return whether a kernel or copy exchanges data with other ranks, or waits for them."""
     name = name.lower()
-    return "nccl" in name or "barrier_kernel" in name or name.startswith(COPIES)
+    return "nccl" in name or BARRIER in name or name.startswith(COPIES)
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -594,7 +580,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(SMALL))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
         "--layouts", nargs="+", help="names (default: all for the number of processes)"
     )
@@ -603,9 +589,6 @@ def main() -> None:
     )
     parser.add_argument("--suffix", default="", help="end of the name of each result file")
     parser.add_argument("--packs", type=int, default=4, help="packs in a step, over all processes")
-    parser.add_argument(
-        "--limit", type=float, default=540.0, help="seconds after which no other layout begins"
-    )
     harness.tilings_argument(parser)
     harness.common_arguments(parser)
     arguments = parser.parse_args()
@@ -630,7 +613,6 @@ def main() -> None:
         ParallelConfig(), device, layout=ParallelLayout(world_size=world)
     )
     results: dict[str, Any] = {}
-    begun = time.monotonic()
     for model in arguments.models:
         c = quick(MODELS[model]) if arguments.quick else MODELS[model]
         steps = steps_of(
@@ -645,12 +627,6 @@ def main() -> None:
         )
         results[model] = result
         for name, options in layouts.items():
-            late = torch.tensor(float(time.monotonic() - begun > arguments.limit))
-            dist.all_reduce(late)  # one decision, although the clocks of the ranks differ
-            if late:
-                if rank == 0:
-                    print(f"{model}, {name}: left out after {arguments.limit:g} s", flush=True)
-                continue
             if device.type == "cuda":
                 harness.free_memory()
                 torch.cuda.reset_peak_memory_stats()

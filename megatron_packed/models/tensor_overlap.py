@@ -14,7 +14,7 @@ from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, T
 from megatron_packed.models.hybrid_model import HybridModel
 
 OVERLAP_FASTER = "by default, because steps in graphs were measured to be faster"
-OVERLAP_SLOWER = "--tp-comm-overlap would make eager steps slower"
+OVERLAP_SLOWER = f"{flags.TP_COMM_OVERLAP} would make eager steps slower"
 
 
 def overlap_of(config: RunConfig) -> TensorOverlap:
