@@ -73,6 +73,8 @@ LOCAL = "local"
 GRAPHS = (LOCAL, FULL_ITERATION)
 EXPOSED = 5
 """Number of exchanges in the results, those with the longest exposed time."""
+BARRIER = "barrier_kernel"
+"""Part of the name of the barriers of symmetric memory."""
 COPIES = ("memcpy dtod", "memcpy ptop")
 """Beginnings of the names of copies by copy engines; fused products receive rows by these copies."""
 WITHOUT_EXPERTS = ("attn", "mamba", "mlp", "moe_router")
@@ -91,7 +93,7 @@ TP2, CP2, EP2 = (
     {f"{axis}_size": 2}
     for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel")
 )
-SP = {"sequence_parallel": True}
+SP = {"sequence_parallel": True, "tp_comm_overlap": False}
 TP_OVERLAP = {"tp_comm_overlap": True}
 COPIED = {"all_to_all_backend": "symmetric_memory"}
 ZERO = {"use_distributed_optimizer": True}
@@ -336,10 +338,11 @@ def exchange_of(step: Callable[[], object]) -> dict[str, Any]:
 
 
 def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Return three times of a step in ms.
+    """Return three times of a step in ms, and its barriers.
 
     In ``exchange_ms`` an exchange with other ranks runs. In ``exposed_ms`` nothing but exchanges runs,
-    and in ``idle_ms`` nothing runs, between the first and the last event.
+    and in ``idle_ms`` nothing runs, between the first and the last event. ``barriers`` is the number of
+    barriers of symmetric memory.
 
     Copies inside the device count as exchanges, because a copy from symmetric memory of another rank
     may have their name. Other copies of a step are small.
@@ -356,6 +359,7 @@ def exchange_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
         "exchange_ms": harness.union_ms(sending) / steps,
         "exposed_ms": (busy - compute) / steps,
         "idle_ms": (span - busy) / steps,
+        "barriers": sum(BARRIER in event.name.lower() for event in sending) / steps,
     }
 
 
@@ -390,7 +394,7 @@ def exposed_by_name(events: Sequence[Any], steps: int) -> dict[str, float]:
 def is_exchange(name: str) -> bool:
     """Return whether a kernel or copy exchanges data with other ranks, or waits for them."""
     name = name.lower()
-    return "nccl" in name or "barrier_kernel" in name or name.startswith(COPIES)
+    return "nccl" in name or BARRIER in name or name.startswith(COPIES)
 
 
 def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -482,6 +486,8 @@ def graph_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
                     exchanges["exchange, exposed, idle ms"] = ", ".join(
                         f"{one:.2f}" for one in times
                     )
+                if "barriers" in graphs:  # absent from results until 2026-11-29
+                    exchanges["barriers"] = f"{graphs['barriers']:,.0f}"
                 rows.append(
                     {
                         "model": model,

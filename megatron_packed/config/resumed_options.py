@@ -12,6 +12,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.collectives import overlaps_tensor_parallel
 from megatron_packed.config.sections.optim import (
     DECAY,
     ENDS_WITH_RUN,
@@ -74,7 +75,9 @@ def sums_as_stored(
             condition.holds(config, processes) for condition in conditions
         )
 
-    return _as_stored(config, stored, acts)
+    config, flags = _as_stored(config, stored, acts)
+    config, more = overlap_as_stored(config, stored)
+    return config, flags + more
 
 
 def _as_stored(
@@ -96,6 +99,22 @@ def _as_stored(
         return replace(config, **sections), flags
     except ConfigError:
         return config, []
+
+
+def overlap_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
+    """Return the configuration, and the flag ``--no-tp-comm-overlap`` if it comes from a checkpoint.
+
+    Its run had no overlap and this one would have it by default, which rounds sums of more than two
+    ranks in another way.
+    """
+    parallel = config.parallel
+    earlier = stored.get("parallel", {}).get("tp_comm_overlap", False)
+    exchanges_rows = parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel
+    by_default = parallel.tp_comm_overlap is None and overlaps_tensor_parallel(config)
+    if not (exchanges_rows and by_default and earlier is False):
+        return config, []
+    kept = replace(config, parallel=replace(parallel, tp_comm_overlap=False))
+    return kept, ["--no-tp-comm-overlap"]
 
 
 _SCHEDULE = tuple(

@@ -196,7 +196,8 @@ class ParallelGroups:
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         owns = join_world(process, backend, device, environment, timeout)
         on_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        kind, overlap = "nccl" if on_nccl else None, config.tp_comm_overlap
+        # Without the flag no collective of NCCL runs under products. See `connect_overlap`.
+        kind, overlap = "nccl" if on_nccl else None, bool(config.tp_comm_overlap)
         axes = axis_groups(layout, process.rank, kind, timeout, under_products=overlap)
         if on_nccl:
             delay_watchdog([dist.group.WORLD, *axes.values()], timeout)

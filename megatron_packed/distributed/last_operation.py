@@ -21,9 +21,9 @@ _WAITS_FOR_THE_DEVICE = ("training/late_metrics.py", "distributed/hang_detection
 """Files whose functions poll the device; a thread in such a function waits for the device."""
 _PACKAGE = Path(__file__).parents[1]
 _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
-_FUSED_PRODUCTS = str(Path(__file__).parent / "symmetric_memory.py")
-_FUSED_NAMES = ("all_gather_matmul", "matmul_reduce_scatter")
-"""Functions of `symmetric_memory` that compute a product and exchange its rows."""
+_ROWS = str(Path(__file__).parent / "symmetric_rows.py")
+_ROWS_NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "start_gather", "start_scatter")
+"""Functions of ``symmetric_rows.py`` that exchange rows."""
 _EXCHANGES = str(Path(__file__).parent / "symmetric_exchange.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
@@ -73,8 +73,9 @@ def _describe(inwards: Iterable[FrameType]) -> str:
             and (started := frame.f_locals.get("started")) is not None
         ):
             collective = _collective(started.name, started.group)
-        elif path == _FUSED_PRODUCTS and name in _FUSED_NAMES:
-            collective = _collective(name, frame.f_locals.get("group"))
+        elif path == _ROWS:
+            if name in _ROWS_NAMES:  # other functions of the file keep the name of the exchange
+                collective = _collective(name, getattr(frame.f_locals.get("self"), "group", None))
         elif path == _EXCHANGES and name == "start":
             collective = _collective("exchange", frame.f_locals.get("group"))
         elif _PACKAGE in Path(path).parents:

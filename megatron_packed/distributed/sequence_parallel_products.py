@@ -1,18 +1,16 @@
 """Matrix products of sequence parallelism with the collectives around them.
 
 A column-parallel layer gathers rows before its product, and a row-parallel layer scatters the sum of
-products. The backward pass does the opposite. By default collectives and products run one after the
-other. `TensorOverlap` runs a collective under a product in one of two ways:
+products. The backward pass does the opposite. Without overlap, collectives and products run one after
+the other. `TensorOverlap` runs a collective under a product in one of two ways:
 
 * **Fused** (``all_gather``, ``reduce_scatter``, ``reduce_scatter_dgrad``): the product is computed in
-  blocks, and each block is sent while the next is computed. See [Note: fused products].
+  blocks, and each block is sent while the next is computed. It needs symmetric memory; see
+  [Note: fused products] in ``symmetric_rows.py``.
 * **In bulk** (``bulk_dgrad``, ``bulk_wgrad``): the backward pass of a column-parallel layer has two
   products, dX and dW. The rows for dW are gathered under the product dX, and dX is scattered under the
-  product dW. These are the usual collectives, started earlier, so all results have the same bits. They
-  need no symmetric memory, so they also work across hosts.
-
-By default nothing overlaps. On two H200, all kinds together shorten a step in graphs from 192.5 to
-180.3 ms, but lengthen an eager step from 454 to 594 ms (2026-11-29).
+  product dW. Copy engines transfer the rows through symmetric memory. Without it these are the usual
+  collectives, started earlier, so all results have the same bits, and they work across hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from megatron_packed.distributed.collectives import (
 )
 
 if TYPE_CHECKING:
-    from megatron_packed.distributed.symmetric_memory import SymmetricMemory
+    from megatron_packed.distributed.symmetric_rows import SymmetricRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class TensorOverlap:
 
     @property
     def fuses(self) -> bool:
-        """True if a product is to be fused, which needs symmetric memory."""
+        """True if a product is to be fused, which is possible with symmetric memory only."""
         return self.all_gather or self.reduce_scatter or self.reduce_scatter_dgrad
 
 
@@ -72,10 +70,10 @@ class SequenceParallelProducts:
     def __init__(self, group: dist.ProcessGroup, overlap: TensorOverlap = NO_OVERLAP) -> None:
         self.group = group
         self.overlap = overlap
-        self.memory: SymmetricMemory | None = None
-        """Symmetric memory for fused products; without it no product is fused."""
-        self.reason = "no symmetric memory was set up"
-        """Reason why there is no symmetric memory."""
+        self.memory: SymmetricRows | None = None
+        """Symmetric memory; without it no product is fused."""
+        self.reason = ""
+        """Reason why there is no symmetric memory, if it was to be set up."""
         self.unfused: Counter[str] = Counter()
         """Reason -> number of products that were to be fused and were not. Replays do not count."""
 
@@ -111,7 +109,12 @@ class SequenceParallelProducts:
 
     def start_gather(self, own_TI: Tensor) -> PendingRows | None:
         """Start to gather the rows for dW, before the product dX; None without ``bulk_dgrad``."""
-        return start_gather_rows(own_TI, self.group) if self.overlap.bulk_dgrad else None
+        if not self.overlap.bulk_dgrad:
+            return None
+        rows, width = own_TI.shape
+        if self.memory is not None and (memory := self._memory(rows, width, own_TI)):
+            return memory.start_gather(own_TI)
+        return start_gather_rows(own_TI, self.group)
 
     def gathered(self, pending: PendingRows | None, own_TI: Tensor) -> Tensor:
         """Return the rows ``(T, I)`` for dW; gather them now if `start_gather` did not start."""
@@ -132,6 +135,11 @@ class SequenceParallelProducts:
             return PendingRows(None, self._multiply_scatter(grad_TO, weight_OI, fuse=True))
         grad_TI = grad_TO @ weight_OI
         if overlap.bulk_wgrad and before_dw:
+            rows, width = grad_TI.shape[0] // self.group.size(), grad_TI.shape[1]
+            even = rows * self.group.size() == grad_TI.shape[0]
+            # The plain collective reports rows that do not divide evenly.
+            if even and self.memory is not None and (memory := self._memory(rows, width, grad_TI)):
+                return memory.start_scatter(grad_TI)
             return start_scatter_rows(grad_TI, self.group)
         return PendingRows(None, reduce_scatter_rows(grad_TI, self.group))
 
@@ -150,14 +158,12 @@ class SequenceParallelProducts:
                 return memory.matmul_reduce_scatter(x_TI, matrix_IO)
         return reduce_scatter_rows(x_TI @ matrix_IO, self.group)
 
-    def _memory(self, rows: int, width: int, x: Tensor) -> SymmetricMemory | None:
-        """Return the symmetric memory if a product of this size may use it."""
+    def _memory(self, rows: int, width: int, x: Tensor) -> SymmetricRows | None:
+        """Return the symmetric memory if it holds ``rows`` of each rank, and count it if not."""
         if self.memory is None:
-            self.unfused[self.reason] += 1
+            self.unfused[self.reason or "no symmetric memory was set up"] += 1
             return None
-        from megatron_packed.distributed.symmetric_memory import workspace_bytes
-
-        if rows and self.memory.holds(workspace_bytes(rows, width, x.dtype)):
+        if self.memory.holds(rows, width, x.dtype):
             return self.memory
         self.unfused[f"{rows} rows of {width} channels do not fit in the symmetric memory"] += 1
         return None

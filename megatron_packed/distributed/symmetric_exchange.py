@@ -40,6 +40,7 @@ acquires, and a kernel starts after the writes of its stream's earlier copies ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -49,8 +50,11 @@ from torch import Tensor
 
 from megatron_packed.distributed.collectives import Started
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.symmetric_memory import connect_over
-from megatron_packed.torch_private import symmetric_memory
+from megatron_packed.distributed.symmetric_memory import (
+    SharedBuffer,
+    StreamEnd,
+    connect_over,
+)
 
 PIECE_SLOTS = 3
 """Number of pieces that the staging buffer holds for each peer."""
@@ -109,16 +113,9 @@ class SymmetricExchange:
 
     def _connect(self) -> None:
         """Allocate the staging buffer, and map the buffers of the peers."""
-        torch_memory = symmetric_memory()._SymmetricMemory
         shape = (PIECE_SLOTS, max(self.size - 1, 1), self.piece_bytes)
-        # Graphs contain addresses of this memory, so it must exist as long as this object does.
-        self._buffer: Tensor | None = torch_memory.empty_strided_p2p(
-            (shape[0] * shape[1] * shape[2],), (1,), torch.uint8, self.device, self.group.group_name
-        )
-        self._memory = torch_memory.rendezvous(self._buffer)
-        self._slots: Sequence[Tensor] = [
-            self._memory.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)
-        ]
+        self._buffer: SharedBuffer | None = SharedBuffer(self.group, self.device, math.prod(shape))
+        self._slots: Sequence[Tensor] = [rank.view(shape) for rank in self._buffer.of_ranks]
         # A high priority starts the barriers, of one warp, before waiting blocks of large kernels.
         self._staging, self._pulling = (
             torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
@@ -146,7 +143,7 @@ class SymmetricExchange:
                 tensor.view(self.size, -1).view(torch.uint8) for tensor in (x, result)
             )
             self._queue(sent, received, used)
-        end = _Joining(self, self._staging.record_event())
+        end = StreamEnd(self._current, self._staging.record_event(), x)
         return result, Started(end, "exchange", group)
 
     def _queue(self, sent: Tensor, received: Tensor, used: UsedBytes | None) -> None:
@@ -207,24 +204,13 @@ class SymmetricExchange:
         return copy
 
     def _barrier(self, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            self._memory.barrier(channel=0)
+        assert self._buffer is not None
+        self._buffer.barrier(stream)
 
     def close(self) -> None:
         """Free the staging buffer. Call it after all graphs that use it were released."""
         self._slots = ()
-        self._memory = self._buffer = None
-
-
-class _Joining:
-    """End of an exchange, for which a stream can wait."""
-
-    def __init__(self, exchange: SymmetricExchange, end: torch.cuda.Event) -> None:
-        self._exchange = exchange
-        self._end = end
-
-    def wait(self) -> None:
-        self._exchange._current().wait_event(self._end)
+        self._buffer = None
 
 
 def piece_of_peer(size: int, piece_bytes: int) -> int:

@@ -1,21 +1,9 @@
-"""Matrix products fused with an all-gather or a reduce-scatter, over torch's symmetric memory.
+"""Symmetric memory: a buffer of each rank that the other ranks of a group map, and who can map it.
 
-[Note: fused products]
-The ranks of a group map one buffer of each other (the workspace) into their address spaces. A fused
-product computes block by block, one block of rows for each rank, on two streams. While one block is
-computed, copy engines transfer the next block over NVLink. No kernel of NCCL runs. Barriers on the
-device order the copies of the ranks, so a capture works as with every other kernel.
-
-* The block of a gathered product has the rows of one rank. Its bits are those of one product over
-  all rows if cuBLAS computes both with the same kernel, as it did in every measured case.
-* A scattered product receives one term for each rank in the dtype of the product, and adds the terms
-  in float32, in the order of ranks. For two ranks these are the bits of NCCL's sum. For more ranks it
-  rounds once, and NCCL rounds after each addition.
-
-torch allocates one workspace for each group and replaces it if a product needs a larger one. Graphs
-contain the addresses of the workspace. So it is allocated once, before the first capture, for the
-largest product. `SymmetricMemory` keeps it until `SymmetricMemory.close`, and larger products do not
-use it. Multicast (NVLS) is not needed; torch uses it only for small gathered products.
+`SharedBuffer` is the mapping. `connect_over` makes an object over it, if all ranks of the run can use it.
+``symmetric_rows.py`` gathers and scatters rows through such a buffer, and ``symmetric_exchange.py``
+exchanges equal parts. Copy engines transfer the bytes over NVLink, and no kernel of NCCL runs. Multicast
+(NVLS) is not used.
 """
 
 from __future__ import annotations
@@ -23,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,116 +21,55 @@ from megatron_packed.distributed.collectives import all_gather_json
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.torch_private import symmetric_memory
 
-DTYPE = torch.bfloat16
-"""Dtype in which fused products were compared with NCCL and cuBLAS."""
 MOST_RANKS = 8
 """Largest group: the GPUs of one host that NVLink connects directly."""
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's variable for tests: with the value 1, ranks of a group may share a GPU."""
-_CHECKED_ROWS, _CHECKED_WIDTH = 32, 64
-_CLOSE = 0.02
-"""Largest allowed relative difference of the products that a start checks."""
 
 
-class SymmetricMemory:
-    """Symmetric workspace of a group, and the products that exchange their rows through it.
+class SharedBuffer:
+    """Bytes of this rank, and the bytes of the other ranks of a group, which it maps.
 
     The constructor is a collective call of the group, and raises what torch raises.
 
     Args:
         group: the group; its ranks are on one host.
-        nbytes: size of the workspace. See `workspace_bytes`.
+        device: device of this rank.
+        nbytes: bytes of each rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        self.group = group
-        self.nbytes = nbytes
-        self._torch = symmetric_memory()
-        self._torch.get_symm_mem_workspace(group.group_name, min_size=nbytes)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
+        torch_memory = symmetric_memory()._SymmetricMemory
         # Graphs contain addresses of this memory, so it must exist as long as this object does.
-        self.workspace: Tensor | None = self._workspaces[group.group_name]
-
-    @property
-    def _workspaces(self) -> dict[str, Tensor]:
-        workspaces: dict[str, Tensor] = self._torch._group_name_to_workspace_tensor
-        return workspaces
-
-    def holds(self, nbytes: int) -> bool:
-        """Return whether the workspace is large enough for a product that needs ``nbytes``."""
-        return self.workspace is not None and nbytes <= self.nbytes
-
-    def all_gather_matmul(
-        self, own_TI: Tensor, matrix_IO: Tensor, *, keep: bool
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the rows of all ranks (None without ``keep``), and their product with a matrix.
-
-        Args:
-            own_TI: ``(T / size, I)`` rows of this rank.
-            matrix_IO: ``(I, O)``; a transposed view is allowed.
-            keep: return the gathered rows ``(T, I)`` too.
-        Returns:
-            Gathered rows or None; ``(T, O)``.
-        """
-        # `last_operation.py` finds this function by its name.
-        group = self.group
-        gathered_TI, (y_TO,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            own_TI.contiguous(), [matrix_IO], 0, group.group_name, return_A=keep
+        self._own = torch_memory.empty_strided_p2p(
+            (nbytes,), (1,), torch.uint8, device, group.group_name
         )
-        return gathered_TI, y_TO
+        self._memory = torch_memory.rendezvous(self._own)
+        self.of_ranks: Sequence[Tensor] = [
+            self._memory.get_buffer(rank, (nbytes,), torch.uint8)
+            for rank in range(dist.get_world_size(group))
+        ]
+        """The ``(nbytes,)`` uint8 of each rank."""
 
-    def matmul_reduce_scatter(self, x_TI: Tensor, matrix_IO: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of all ranks' products: ``(T, I)`` -> ``(T / size, O)``.
+    def barrier(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait until the streams of all ranks have reached this barrier.
 
-        T must be a multiple of the group size.
+        One order on all ranks: the barriers of a buffer run one after the other.
         """
-        # `last_operation.py` finds this function by its name.
-        group = self.group
-        own_TO: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x_TI.contiguous(), matrix_IO, "sum", 0, group.group_name
-        )
-        return own_TO
-
-    def close(self) -> None:
-        """Free the workspace. Call it after all graphs that use it were released."""
-        if self.workspace is not None and self._workspaces.get(self.group.group_name) is (
-            self.workspace
-        ):
-            del self._workspaces[self.group.group_name]
-        self.workspace = None
+        with torch.cuda.stream(stream):
+            self._memory.barrier(channel=0)
 
 
-def workspace_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the workspace of products with ``rows`` of this rank, ``width`` wide.
+class StreamEnd(NamedTuple):
+    """End of work on another stream, for which the current stream can wait."""
 
-    A gathered product stores its rows once. A scattered product has two buffers of this size.
-    """
-    return 2 * rows * width * dtype.itemsize
+    current: Callable[[], torch.cuda.Stream]
+    event: torch.cuda.Event
+    source: Tensor
+    """Memory that the work reads."""
 
-
-def connect(
-    group: dist.ProcessGroup, groups: ParallelGroups, dtype: torch.dtype, nbytes: int
-) -> SymmetricMemory | str:
-    """Set up the symmetric memory of a group, and check its products on small matrices.
-
-    This is a collective call of all ranks of the run. They agree: all of them get symmetric memory,
-    or none does.
-
-    Args:
-        group: group of this rank whose ranks exchange rows.
-        groups: process groups of this rank.
-        dtype: dtype of the products.
-        nbytes: bytes of the workspace, equal on all ranks.
-    Returns:
-        The symmetric memory, or the reason why it cannot be used.
-    """
-    reasons = [] if groups.device.type != "cuda" else dtype_reasons(dtype)
-    return connect_over(
-        group,
-        groups,
-        lambda: SymmetricMemory(group, nbytes),
-        lambda memory: _wrong_products(memory, groups.device, dtype),
-        reasons,
-    )
+    def wait(self) -> None:
+        self.current().wait_event(self.event)
 
 
 class Closable(Protocol):
@@ -211,14 +138,6 @@ def own_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def dtype_reasons(dtype: torch.dtype) -> list[str]:
-    """Return why products in a dtype are not fused; empty if they may be."""
-    if dtype == DTYPE:
-        return []
-    name = str(dtype).removeprefix("torch.")
-    return [f"fused products are checked in bfloat16 only, but the dtype is {name}"]
-
-
 def not_supported_reasons(
     device: torch.device, members: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
@@ -254,34 +173,6 @@ def not_supported_reasons(
         if not (other < len(member["peers"]) and member["peers"][other])
     ]
     return [*reasons, *apart[:1]]
-
-
-def _wrong_products(memory: SymmetricMemory, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the problem of the fused products on small matrices that every rank can compute."""
-    group, generator = memory.group, torch.Generator().manual_seed(0)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows, width = _CHECKED_ROWS, _CHECKED_WIDTH
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    x_TI = drawn(size * rows, width)
-    matrices = [drawn(width, width) for _ in range(size)]
-    own_rows = slice(rank * rows, (rank + 1) * rows)
-    gathered_TI, y_TO = memory.all_gather_matmul(x_TI[own_rows], matrices[0], keep=True)
-    summed_TO = memory.matmul_reduce_scatter(x_TI, matrices[rank])
-    assert gathered_TI is not None
-    terms = [x_TI[own_rows].float() @ matrix.float() for matrix in matrices]
-    pairs = {
-        "all_gather": (gathered_TI, x_TI),
-        "all_gather_matmul": (y_TO, x_TI.float() @ matrices[0].float()),
-        "matmul_reduce_scatter": (summed_TO, torch.stack(terms).sum(dim=0)),
-    }
-    return [
-        f"{name} over symmetric memory gives wrong numbers"
-        for name, (product, wanted) in pairs.items()
-        if not (product.float() - wanted).norm() <= _CLOSE * wanted.float().norm()
-    ]
 
 
 def _first(by_rank: Sequence[Sequence[str]]) -> str:

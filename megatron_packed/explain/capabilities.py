@@ -20,7 +20,8 @@ from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
-from megatron_packed.distributed.symmetric_memory import dtype_reasons, not_supported_reasons
+from megatron_packed.distributed.symmetric_memory import not_supported_reasons
+from megatron_packed.distributed.symmetric_rows import dtype_reasons
 from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, row
 from megatron_packed.explain.kernel_reasons import (
     Kernel,
@@ -40,7 +41,13 @@ from megatron_packed.models.equal_exchanges import (
 )
 from megatron_packed.models.flops import peak_flops
 from megatron_packed.models.run_model import dtype_of
-from megatron_packed.models.tensor_overlap import overlap_absence, overlap_of, overlap_words
+from megatron_packed.models.tensor_overlap import (
+    OVERLAP_FASTER,
+    OVERLAP_SLOWER,
+    overlap_absence,
+    overlap_of,
+    overlap_words,
+)
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 
@@ -382,11 +389,16 @@ def _tensor_parallel(config: RunConfig, device: torch.device) -> Iterator[Capabi
     reasons = [*not_supported_reasons(device), *dtype_reasons(dtype_of(config))]
     reason = reasons[0] if reasons and overlap.fuses else ""
     words = overlap_words(overlap, reason) + f"; {APART}" * config.model.has_adapters
+    by_default = parallel.tp_comm_overlap is None
+    words += f"; {OVERLAP_FASTER}" * by_default
     apart = "collectives and products run one after the other"
+    eager = by_default and parallel.sequence_parallel and not config.cuda_graph.enabled
     yield row(
         "tensor-parallel overlap",
         (parallel.tp_comm_overlap and absence, OFF, absence),
+        (overlap == NO_OVERLAP and eager, OFF, f"{apart}; {OVERLAP_SLOWER}"),
         (overlap == NO_OVERLAP, OFF, apart, "--tp-comm-overlap" * parallel.sequence_parallel),
+        (reason and by_default, OFF, f"{apart}, because {reason}"),
         (reason, PARTIAL, words),
         (True, ON, words + f"; fused {_IF_REACHABLE}" * overlap.fuses),
     )

@@ -6,17 +6,21 @@ import torch
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.run import RunConfig
+from megatron_packed.config.sections.collectives import overlaps_tensor_parallel
 from megatron_packed.config.sections.cuda_graph import TRANSFORMER_ENGINE
 from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP, TensorOverlap
 from megatron_packed.models.hybrid_model import HybridModel
 
+OVERLAP_FASTER = "by default, because steps in graphs were measured to be faster"
+OVERLAP_SLOWER = f"{flags.TP_COMM_OVERLAP} would make eager steps slower"
+
 
 def overlap_of(config: RunConfig) -> TensorOverlap:
-    """Return the collectives that ``--tp-comm-overlap`` runs under products in this run."""
+    """Return the collectives that run under products in this run, by its flags or by default."""
     parallel = config.parallel
-    if not parallel.tp_comm_overlap or overlap_absence(config):
+    if not overlaps_tensor_parallel(config) or overlap_absence(config):
         return NO_OVERLAP
     return TensorOverlap(
         all_gather=parallel.tp_comm_overlap_ag,
@@ -40,40 +44,47 @@ def overlap_absence(config: RunConfig) -> str:
 
 
 def symmetric_bytes(config: RunConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the symmetric workspace of a rank; 0 if no product is to be fused.
+    """Return the bytes of symmetric memory of a rank; 0 if nothing runs under products.
 
     All rows that linear layers exchange have the width of the hidden state.
     """
-    if not overlap_of(config).fuses:
+    if overlap_of(config) == NO_OVERLAP:
         return 0
-    from megatron_packed.distributed.symmetric_memory import DTYPE
+    from megatron_packed.distributed.symmetric_memory import MOST_RANKS
+    from megatron_packed.distributed.symmetric_rows import buffer_bytes, dtype_reasons
 
-    return _workspace_bytes(config, dtype) if dtype == DTYPE else 0
+    size = config.parallel.tensor_model_parallel_size
+    if size > MOST_RANKS or dtype_reasons(dtype):
+        return 0
+    return buffer_bytes(size, _row_bytes(config, dtype))
 
 
-def _workspace_bytes(config: RunConfig, dtype: torch.dtype) -> int:
-    from megatron_packed.distributed.symmetric_memory import workspace_bytes
+def _row_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the rows of a rank between the layers."""
+    from megatron_packed.distributed.symmetric_rows import row_bytes
 
     rows = config.packing.tokens_per_pack // config.parallel.ranks_per_row
-    return workspace_bytes(rows, config.model.hidden_size, dtype)
+    return row_bytes(rows, config.model.hidden_size, dtype)
 
 
 def connect_overlap(model: HybridModel, config: RunConfig, groups: ParallelGroups) -> None:
-    """Set up symmetric memory for the fused products of a model, before the first capture.
+    """Set up the symmetric memory of a model, before the first capture.
 
     This is a collective call. If symmetric memory cannot be used, products and collectives of the
-    fused kind run one after the other, and ``products.reason`` has the reason.
+    fused kind run one after the other, and ``products.reason`` has the reason. Without the flag all
+    collectives then do, because in bulk alone they were not measured to be faster.
     """
     products = model.tp.products
     # The configuration decides, so all ranks return here, or all take part in the messages below.
-    if products is None or not products.overlap.fuses:
+    if products is None or products.overlap == NO_OVERLAP:
         return
-    from megatron_packed.distributed.symmetric_memory import connect
+    from megatron_packed.distributed.symmetric_rows import connect
 
-    nbytes = _workspace_bytes(config, model.dtype)
-    found = connect(products.group, groups, model.dtype, nbytes)
+    found = connect(products.group, groups, model.dtype, _row_bytes(config, model.dtype))
     if isinstance(found, str):
         products.reason = found
+        if config.parallel.tp_comm_overlap is None:
+            products.overlap = NO_OVERLAP
     else:
         products.memory = found
 
@@ -104,8 +115,10 @@ def overlap_words(overlap: TensorOverlap, reason: str = "") -> str:
 def overlap_line(model: HybridModel) -> str:
     """Return the line of the start of a run about the overlap; empty without overlap."""
     products = model.tp.products
-    if products is None or products.overlap == NO_OVERLAP:
+    if products is None or (products.overlap == NO_OVERLAP and not products.reason):
         return ""
+    if products.overlap == NO_OVERLAP:
+        return f"tensor-parallel collectives: not under products, because {products.reason}"
     reason = products.reason if products.memory is None else ""
     adapters = f"; {APART}" if model.config.has_adapters else ""
     return f"tensor-parallel collectives: {overlap_words(products.overlap, reason)}{adapters}"

@@ -122,7 +122,7 @@ def test_replayed_steps_are_the_eager_ones_without_overlap(
         job = build_job(config, GROUPS, VOCAB)
         tensor_overlap.connect_overlap(job.model, config, GROUPS)  # a run of one process does not
     products = job.model.tp.products
-    assert products is not None and (products.memory is not None) == overlap.fuses, products.reason
+    assert products is not None and products.memory is not None, products.reason
     with captured(config, GROUPS, job) as (_, graphs):
         metrics = [job.step(packs, 1e-3).clone() for packs in steps()]
         torch.cuda.synchronize()

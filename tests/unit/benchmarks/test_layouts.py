@@ -80,7 +80,12 @@ def test_an_exchange_is_exposed_while_no_kernel_computes():
         event("Memcpy HtoD (Pinned -> Device)", 9_000, 9_500),
         event("_chunk_scan_fwd_kernel", 9_000, 10_000),
     ]
-    assert layouts.exchange_ms(events, 2) == {"exchange_ms": 3.0, "exposed_ms": 2.0, "idle_ms": 0.5}
+    assert layouts.exchange_ms(events, 2) == {
+        "exchange_ms": 3.0,
+        "exposed_ms": 2.0,
+        "idle_ms": 0.5,
+        "barriers": 0.5,
+    }
     assert sum(layouts.exposed_by_name(events, 2).values()) == 2.0
 
 

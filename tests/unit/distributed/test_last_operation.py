@@ -13,7 +13,7 @@ from megatron_packed.distributed.last_operation import (
     last_operation_of_thread,
 )
 from megatron_packed.distributed.symmetric_exchange import SymmetricExchange
-from megatron_packed.distributed.symmetric_memory import SymmetricMemory
+from megatron_packed.distributed.symmetric_rows import SymmetricRows
 from megatron_packed.packed.cu_seqlens_and_seq_idx import aligned
 
 
@@ -41,17 +41,19 @@ def test_an_error_elsewhere_names_the_innermost_function_of_the_package():
     assert last_operation_of_error(raised.value) == "packed/cu_seqlens_and_seq_idx.py: as_lengths"
 
 
-def test_an_error_in_a_fused_product_names_its_collective(monkeypatch):
+def test_an_error_in_an_exchange_of_rows_names_it(monkeypatch):
     monkeypatch.setattr(last_operation.dist, "get_process_group_ranks", lambda group: [0, 1])
-    memory = object.__new__(SymmetricMemory)
+    memory = object.__new__(SymmetricRows)
     memory.group = Group()
     x = torch.zeros(2, 1)
     products = {
         "all_gather_matmul": lambda: memory.all_gather_matmul(x, x.t(), keep=False),
         "matmul_reduce_scatter": lambda: memory.matmul_reduce_scatter(x, x.t()),
+        "start_gather": lambda: memory.start_gather(x),
+        "start_scatter": lambda: memory.start_scatter(x),
     }
     for name, product in products.items():
-        with pytest.raises(Exception) as raised:  # the group is no group of torch
+        with pytest.raises(Exception) as raised:  # there are no streams
             product()
         assert last_operation_of_error(raised.value) == (
             f"{name} over tp (ranks 0, 1), called by code outside megatron_packed"

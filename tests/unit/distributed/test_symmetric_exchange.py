@@ -15,7 +15,8 @@ from megatron_packed.distributed.symmetric_exchange import (
     staging_bytes,
 )
 from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
-from support.queued_exchange import Machine, Queue
+from support.queued_exchange import ExchangeMachine
+from support.queued_streams import Queue
 
 
 def test_pieces_cover_a_part_in_order() -> None:
@@ -64,7 +65,7 @@ def test_exchanges_in_sequence_keep_their_data_in_every_order(ranks: int, slow: 
     """All exchanges are queued at once, so only the protocol keeps them apart."""
     dtypes = (torch.float32, torch.bfloat16)
     for seed in range(4):
-        machine = Machine(ranks, 1024)
+        machine = ExchangeMachine(ranks, 1024)
         found, messages = [], []
         for number, shape in enumerate(SHAPES * 2):
             messages.append(drawn(ranks, shape, dtypes[number % 2], 100 * seed + number))
@@ -87,7 +88,7 @@ def test_exchanges_in_sequence_keep_their_data_in_every_order(ranks: int, slow: 
 def test_used_rows_arrive_and_no_others_travel(certain: int) -> None:
     ranks, rows, row_bytes = 3, 40, 4 * 13
     for seed in range(4):
-        machine = Machine(ranks, 1024)
+        machine = ExchangeMachine(ranks, 1024)
         counts = torch.randint(
             0, rows + 9, (ranks, ranks), generator=torch.Generator().manual_seed(seed)
         )
@@ -123,7 +124,7 @@ def test_rows_that_are_certain_need_no_count() -> None:
 
 
 def test_the_caller_waits_for_the_result_and_the_exchange_for_the_caller() -> None:
-    machine = Machine(2, 512)
+    machine = ExchangeMachine(2, 512)
     messages = [torch.zeros(2, 1500) for _ in range(2)]
     seen = []
     for rank, x in zip(machine.ranks, messages, strict=True):
@@ -142,7 +143,7 @@ def test_the_caller_waits_for_the_result_and_the_exchange_for_the_caller() -> No
 def test_started_exchanges_travel_beside_the_caller_and_other_streams() -> None:
     """Two callers' streams of a rank may start exchanges; a rank waits for each one."""
     for seed in range(6):
-        machine = Machine(2, 512)
+        machine = ExchangeMachine(2, 512)
         messages = [drawn(2, (700,), torch.float32, seed + number) for number in range(3)]
         found = []
         for rank in machine.ranks:
@@ -170,7 +171,7 @@ def test_the_random_orders_find_a_protocol_with_too_few_slots(
     """The waits are those for three slots: with fewer slots, a piece is overwritten too early."""
     wrong = 0
     for seed in range(8):
-        machine = Machine(2, 512)
+        machine = ExchangeMachine(2, 512)
         message = drawn(2, (3000,), torch.float32, seed)
         for rank in machine.ranks:
             place = rank._staged

@@ -1,4 +1,4 @@
-"""Symmetric memory: reasons against it, agreement of all ranks, and the life of its workspace."""
+"""Symmetric memory: reasons against it, agreement of all ranks, and the mapping of a buffer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_packed.distributed import symmetric_memory
+from megatron_packed.distributed import symmetric_memory, symmetric_rows
+from megatron_packed.distributed.collectives import PendingRows
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_memory import (
-    SymmetricMemory,
-    connect,
-    dtype_reasons,
+    SharedBuffer,
+    connect_over,
     not_supported_reasons,
     own_facts,
-    workspace_bytes,
 )
+from megatron_packed.distributed.symmetric_rows import SymmetricRows, connect
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 
 
 class Group:
-    """Stand-in for the process group of two ranks."""
+    """Stand-in for the process group of one rank."""
 
     group_name = "7"
 
@@ -39,7 +39,6 @@ PAIR = [facts(0), facts(1)]
 def test_a_group_of_gpus_that_access_each_other_is_supported() -> None:
     assert not_supported_reasons(CUDA, PAIR) == []
     assert not_supported_reasons(CUDA, [facts(number) for number in range(8)]) == []
-    assert workspace_bytes(4096, 2048, BF16) == 2 * 4096 * 2048 * 2
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,6 @@ def test_reasons_name_the_fact_against_it(
     assert reason in not_supported_reasons(device, members)
 
 
-def test_products_are_fused_in_bfloat16_only() -> None:
-    assert dtype_reasons(BF16) == []
-    assert dtype_reasons(torch.float32) == [
-        "fused products are checked in bfloat16 only, but the dtype is float32"
-    ]
-
-
 def test_ranks_may_share_a_gpu_in_tests_only() -> None:
     shared = [facts(0, shares=True), facts(0, shares=True)]
     assert not_supported_reasons(CUDA, shared) == []
@@ -98,33 +90,25 @@ def test_a_torch_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Torch:
-    """Stand-in for torch's module: one workspace for each group, which grows on request."""
+    """Stand-in for torch's module, its class and its mapping: one rank, bytes of the CPU."""
 
     def __init__(self, error: str = "") -> None:
-        self._group_name_to_workspace_tensor: dict[str, Tensor] = {}
         self._error = error
+        self._SymmetricMemory = self
 
-    def get_symm_mem_workspace(self, group_name: str, min_size: int) -> None:
+    def empty_strided_p2p(self, shape: tuple[int], *rest: Any) -> Tensor:
         if self._error:
             raise RuntimeError(self._error)
-        self._group_name_to_workspace_tensor[group_name] = torch.zeros(min_size)
+        self._bytes = torch.zeros(shape, dtype=torch.uint8)
+        return self._bytes
 
+    def rendezvous(self, own: Tensor) -> Torch:
+        assert own is self._bytes
+        return self
 
-def test_the_workspace_lives_until_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = Torch()
-    monkeypatch.setattr(symmetric_memory, "symmetric_memory", lambda: stand_in)
-    memory = SymmetricMemory(Group(), 64)  # type: ignore[arg-type]
-    workspace = memory.workspace
-    assert memory.holds(64) and not memory.holds(65)
-    # A larger product elsewhere makes torch replace the workspace; graphs still contain this one.
-    stand_in.get_symm_mem_workspace("7", 128)
-    assert memory.workspace is workspace
-    memory.close()
-    assert not memory.holds(1) and "7" in stand_in._group_name_to_workspace_tensor
-    again = SymmetricMemory(Group(), 64)  # type: ignore[arg-type]
-    again.close()
-    again.close()
-    assert stand_in._group_name_to_workspace_tensor == {}
+    def get_buffer(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> Tensor:
+        assert rank == 0 and dtype == torch.uint8
+        return self._bytes.view(shape)
 
 
 @pytest.fixture
@@ -133,7 +117,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> ParallelGroups:
     monkeypatch.setattr(symmetric_memory, "own_facts", lambda device: facts(0))
     monkeypatch.setattr(symmetric_memory, "global_ranks", lambda group: [0])
     monkeypatch.setattr(symmetric_memory, "not_supported_reasons", lambda *_: [])
-    size = SimpleNamespace(get_world_size=lambda group: 1, get_rank=lambda group: 0)
+    size = SimpleNamespace(get_world_size=lambda group: 1)
     monkeypatch.setattr(symmetric_memory, "dist", size)
     return ParallelGroups.single()
 
@@ -142,29 +126,52 @@ def test_a_refused_mapping_is_a_reason(
     alone: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "symmetric_memory", lambda: Torch("no handle\nmore"))
-    assert connect(Group(), alone, BF16, 64) == (  # type: ignore[arg-type]
-        "the ranks cannot map each other's memory (RuntimeError: no handle)"
-    )
+    group: Any = Group()
+    found = connect_over(group, alone, lambda: SharedBuffer(group, CUDA, 64), lambda _: [])  # type: ignore[type-var]
+    assert found == "the ranks cannot map each other's memory (RuntimeError: no handle)"
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_wrong_numbers_are_a_reason(
-    alone: ParallelGroups, monkeypatch: pytest.MonkeyPatch, wrong: bool
+def test_a_buffer_has_the_bytes_of_every_rank(
+    alone: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in = Torch()
-    monkeypatch.setattr(symmetric_memory, "symmetric_memory", lambda: stand_in)
+    monkeypatch.setattr(symmetric_memory, "symmetric_memory", Torch)
+    group: Any = Group()
+    assert [rank.shape for rank in SharedBuffer(group, CUDA, 64).of_ranks] == [(64,)]
 
-    def gathered(self: Any, own: Tensor, matrix: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-        return own, own @ matrix
 
-    def scattered(self: Any, x: Tensor, matrix: Tensor) -> Tensor:
-        return x @ matrix * (2 if wrong else 1)
+@pytest.mark.parametrize("wrong", ["", "all_gather", "start_scatter"])
+def test_wrong_numbers_are_a_reason(
+    alone: ParallelGroups, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    class OneRank(SymmetricRows):
+        """Rows of one rank, whose exchanges give its own rows."""
 
-    monkeypatch.setattr(SymmetricMemory, "all_gather_matmul", gathered)
-    monkeypatch.setattr(SymmetricMemory, "matmul_reduce_scatter", scattered)
+        closed = False
+
+        def __init__(self, group: Any, device: torch.device, nbytes: int) -> None:
+            self.rank, self.size, self.device, self.nbytes = 0, 1, device, nbytes
+
+        def all_gather_matmul(
+            self, own_TI: Tensor, matrix_IO: Tensor, *, keep: bool
+        ) -> tuple[Tensor, Tensor]:
+            return own_TI * (2 if wrong == "all_gather" else 1), own_TI @ matrix_IO
+
+        def matmul_reduce_scatter(self, x_TI: Tensor, matrix_IO: Tensor) -> Tensor:
+            return x_TI @ matrix_IO
+
+        def start_gather(self, own_TI: Tensor) -> PendingRows:
+            return PendingRows(None, own_TI)
+
+        def start_scatter(self, x_TI: Tensor) -> PendingRows:
+            return PendingRows(None, x_TI * (float("nan") if wrong == "start_scatter" else 1))
+
+        def close(self) -> None:
+            OneRank.closed = True
+
+    monkeypatch.setattr(symmetric_rows, "SymmetricRows", OneRank)
     found = connect(Group(), alone, BF16, 64)  # type: ignore[arg-type]
     if wrong:
-        assert found == "matmul_reduce_scatter over symmetric memory gives wrong numbers"
-        assert stand_in._group_name_to_workspace_tensor == {}
+        assert found == f"{wrong} over symmetric memory gives wrong numbers"
     else:
-        assert isinstance(found, SymmetricMemory) and found.holds(64)
+        assert isinstance(found, OneRank)
+    assert OneRank.closed == bool(wrong)
