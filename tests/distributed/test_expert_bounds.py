@@ -73,7 +73,7 @@ def compared_bounds(
     parts = job.model.moe_layers[0].mixer.dispatcher.parts
 
     def less(of_rank: float, of_peer: float) -> Load:
-        """Return bounds with so many rows less in each part."""
+        """Return bounds for ``of_rank`` and ``of_peer`` rows less in each part."""
         return Load(
             needed.rank - parts * of_rank / even.rank, needed.peer - parts * of_peer / even.peer
         )
