@@ -20,10 +20,10 @@ from megatron_packed.training.build_graphs import (
 )
 from megatron_packed.training.build_job import build_job
 from megatron_packed.training.train_step import LAST_MICRO_BATCH
-from support.blockwise_memory import stand_in_memory
 from support.layouts import VOCAB, Way, config_of, step_values
 from support.parallel_graphs import LENGTHS, graphed, step_of
 from support.process_pools import WorkerPools
+from support.shared_file_rows import stand_in_memory
 from support.whole_state import everything, same_bits
 
 TOO_MANY = [2] * 7
