@@ -282,16 +282,6 @@ def test_ranks_exchange_the_heads_of_gated_delta_nets(
     check(pools, world_size, layout, runs)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), FOUR_RANKS, ids=str)
-def test_gradients_in_flat_buffers(
-    pools: WorkerPools, world_size: int, layout: dict[str, int]
-) -> None:
-    changes = CASES["groups and keys shared by ranks"]
-    check(
-        pools, world_size, layout, variants(layout, changes=changes, dtype=torch.float32, flat=True)
-    )
-
-
 ODD = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_norm_groups": 2}
 """Heads and groups that neither 4 ranks nor 2 ranks of each of 2 tensor-parallel ranks can share."""
 

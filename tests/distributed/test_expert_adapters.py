@@ -18,7 +18,7 @@ from support.layouts import VOCAB, Way, config_of, mine, step_values
 from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything
 
-PACKS, STEPS = 4, 3
+PACKS, STEPS = 4, 2
 MODEL = {
     "hybrid_layer_pattern": "E/E",
     "squared_relu": False,

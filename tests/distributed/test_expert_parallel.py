@@ -17,20 +17,15 @@ import megatron_packed.layers.moe.router as router_module
 from megatron_packed.distributed.collectives import (
     all_gather_rows,
     all_reduce_sum,
-    own_rows,
     reduce_scatter_rows,
 )
 from megatron_packed.distributed.differentiable import linear_map
-from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.distributed.zero1_layout import Ownership
 from megatron_packed.layers.moe.global_balance import Balance
 from megatron_packed.layers.tensor_parallel import TensorParallel
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.models.lm_head_and_loss import HybridOutput
-from megatron_packed.optim.optimizer import Optimizer
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_job import counted_elsewhere, ranks_of_norm
 from support import rank_models
 from support.process_pools import WorkerPools
 from support.rank_models import (
@@ -40,13 +35,11 @@ from support.rank_models import (
     described,
     gathered_without_sum,
     mutated,
-    observe,
     only_own_rows,
     own_value,
     recorded_calls,
     two_packs,
     whole,
-    with_other_token,
 )
 from support.row_products import experts_row_by_row
 
@@ -288,11 +281,6 @@ def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: lis
         assert_small(found, run)
 
 
-def with_and_without_sequence_parallel(layout: dict[str, int], runs: list[Run]) -> list[Run]:
-    choices = (False, True) if layout.get("tp_size", 1) > 1 else (False,)
-    return [replace(run, sequence_parallel=choice) for run in runs for choice in choices]
-
-
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=NAMES)
 def test_ranks_compute_what_one_process_computes(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
@@ -493,89 +481,6 @@ def buffer_sizes(groups: ParallelGroups, runs: list[Run]) -> list[tuple[int, int
     return [(buffer.rows, buffer.worst_rows) for buffer in buffers if buffer is not None]
 
 
-# -- optimizer steps over flat buffers -------------------------------------------------------------
-
-
-def optimized(run: Run, groups: ParallelGroups | None, distributed: bool) -> dict[str, Any]:
-    """Run two optimizer steps on flat buffers.
-
-    Return norms, this rank's shards of the parameters, and exact counts of routed tokens.
-    """
-    rank, ranks = (groups.dp.rank, groups.dp.size) if groups else (0, 1)
-    groups = groups or ParallelGroups.single()
-    model = build(run, groups)
-    ownership = (Ownership.over if distributed else Ownership.undivided)(groups)
-    buffers = FlatBuffers(
-        model, {"loss": 1}, {"counts": EXPERTS * model.num_moe_layers}, ownership=ownership
-    )
-    shared, (norm_group, copies) = model.shared_gradients(), ranks_of_norm(groups, buffers)
-    optimizer = Optimizer(
-        buffers,
-        clip_grad=0.1,
-        norm_group=norm_group,
-        copies=copies,
-        counted_elsewhere=counted_elsewhere(model, buffers),
-    )
-    reported = []
-    for _ in range(2):
-        buffers.zero_grad()
-        for pack in packs(run.replicas)[rank::ranks]:
-            output = model(pack)
-            output.loss.backward()
-            buffers.extras["loss"].add_(output.loss.detach())
-            buffers.counters["counts"].add_(output.tokens_per_expert)
-        shared.sum()
-        buffers.reduce(groups)
-        norm = optimizer.step(1e-3).grad_norm.clone()
-        reported += [
-            norm,
-            buffers.extras["loss"].clone(),
-            buffers.counters["counts"].value().clone(),
-        ]
-    return {
-        "reported": reported,
-        "shards": described(model),
-        "parameters": {
-            name: parameter.detach().clone() for name, parameter in model.named_parameters()
-        },
-        "elements": optimizer.exp_avg.numel(),
-    }
-
-
-def optimized_ranks(
-    groups: ParallelGroups, runs: list[Run], distributed: bool
-) -> list[dict[str, Any]]:
-    return [optimized(run, groups, distributed) for run in runs]
-
-
-@pytest.mark.parametrize(
-    "distributed", [False, True], ids=["every rank steps", "distributed optimizer"]
-)
-@pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[n] for n in (0, 1, 4, 5, 6, 10)])
-def test_steps_over_flat_buffers(
-    pools: WorkerPools, world_size: int, layout: dict[str, int], distributed: bool
-) -> None:
-    replicas = replicas_of(world_size, layout)
-    run = Run({**SOFTMAX, **ALLGATHER}, "*E", dtype=torch.float32, replicas=replicas)
-    results = pools.run(optimized_ranks, world_size, [run], distributed, layout=layout)
-    expected = optimized(run, None, False)
-    ranks = [result[0] for result in results]
-    for rank in ranks:
-        for value, other in zip(rank["reported"], expected["reported"], strict=True):
-            assert cases.relative_error(value, other) <= 1e-5
-    start = dict(build(run, None).named_parameters())
-    for name, parameter in expected["parameters"].items():
-        moved = cases.relative_error(start[name].detach(), parameter)
-        assert (
-            cases.relative_error(whole(ranks, "parameters", name, replicas=True), parameter)
-            <= 0.01 * moved
-        ), name
-    if (
-        distributed and layout == {"ep_size": 2} and world_size == 2
-    ):  # Weights of experts have one owner in this layout; the other weights have two.
-        assert all(rank["elements"] < expected["elements"] * 0.75 for rank in ranks)
-
-
 # -- operations of every rank ----------------------------------------------------------------------
 
 
@@ -610,32 +515,8 @@ def test_no_question_and_no_shape_depends_on_the_routing(pools: WorkerPools) -> 
 
 @experts_row_by_row()
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """Change a token in one document of rank 0's pack; return the largest changes elsewhere.
-
-    The change in the document itself is returned too, to show that the test sees changes.
-    """
-    found = []
-    for run in runs:
-        model, before, after = build(run, groups), {}, {}
-        batch = packs()[0]
-        at = sum(cases.AWKWARD) - 10
-        for seen, change in ((before, 0), (after, 1)):
-            changed = change and groups.dp.rank == 0
-            seen |= observe(model, with_other_token(batch, at) if changed else batch)
-        others_T = (
-            batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
-            if groups.dp.rank == 0
-            else slice(None)
-        )
-        changes = {}
-        for name in before:
-            rows_T = others_T
-            if name == "input gradients" and run.sequence_parallel and groups.dp.rank == 0:
-                rows_T = own_rows(others_T, groups.tp.group)
-            changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
-        changes["own"] = float((before["loss"] - after["loss"]).abs().max())
-        found.append(changes)
-    return found
+    at = sum(cases.AWKWARD) - 10
+    return [rank_models.leaks(build(run, groups), packs()[0], at, groups) for run in runs]
 
 
 @pytest.mark.shows(
@@ -649,9 +530,11 @@ def test_other_documents_do_not_change_by_a_bit(
 
     The same experts process the tokens of all these packs.
     """
-    kinds = (ALLGATHER, ALLTOALL, TOKENS, {**ALLTOALL, **IN_PARTS})
-    runs = [Run(kind, "M*-E", dtype=torch.float32) for kind in kinds]
-    runs = with_and_without_sequence_parallel(layout, runs)
+    runs = [
+        Run(kind, "M*-E", sequence_parallel, torch.float32)
+        for kind in (ALLGATHER, ALLTOALL, TOKENS, {**ALLTOALL, **IN_PARTS})
+        for sequence_parallel in (False, True)[: layout.get("tp_size", 1)]
+    ]
     results = pools.run(leaks, world_size, runs, layout=layout)
     for rank, found in enumerate(results):
         for changes in found:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
-from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import build_job, build_model
 from megatron_packed.training.replica_checks import ReplicaCheck, ReplicaMismatchError
 from support.layouts import VOCAB, Way, config_of, mine, packs_of, step_values
-from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.parallel_graphs import REPLAYED, replay
 from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything, same_bits
 
@@ -134,27 +132,6 @@ def test_gradients_and_updates_are_those_of_plain_torch(
                 assert same_bits(state[key], start[key.removeprefix("model/")][: len(wanted)]), key
 
 
-def replay(
-    groups: ParallelGroups, way: Way, patterns: tuple[str, ...], impl: str
-) -> dict[str, Any]:
-    """Run steps eagerly and by replay; return what differs, and the modules that ran eagerly."""
-    model = {"freeze_params": patterns}
-    eager = build_job(config_of(way, **model), groups, VOCAB)
-    job, graphs, backend = graphed(way, groups, model, impl)
-    with released(graphs):
-        for number in range(STEPS):
-            micro_batches = step_of(way, groups, number, LENGTHS[: 2 * groups.dp.size])
-            backend.scramble()
-            metrics = [one.step(micro_batches, 1e-2).clone() for one in (job, eager)]
-            assert torch.equal(*metrics)
-        pairs = zip(everything(job), everything(eager))
-        return {
-            "different": [one[0] for one, other in pairs if not same_bits(one[3], other[3])],
-            "module_fallbacks": dict(graphs.counters.module_fallbacks),
-            "replays": graphs.counters.replays,
-        }
-
-
 @pytest.mark.parametrize(
     ("name", "impl"),
     [
@@ -167,8 +144,8 @@ def replay(
 def test_replayed_steps_are_the_eager_ones(name: str, impl: str, pools: WorkerPools) -> None:
     """The first layer is captured too, although its input depends on no trained parameter."""
     way = Way(2, distributed_optimizer=True)
-    for result in pools.run(replay, 2, way, PATTERNS[name], impl):
-        assert result == {"different": [], "module_fallbacks": {}, "replays": 2 * STEPS}
+    for result in pools.run(replay, 2, way, {"freeze_params": PATTERNS[name]}, impl):
+        assert result == REPLAYED
 
 
 def flip(groups: ParallelGroups, way: Way) -> str:

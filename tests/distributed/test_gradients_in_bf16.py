@@ -79,12 +79,12 @@ def run_config(case: Case) -> RunConfig:
     return dataclasses.replace(config, parallel=parallel)
 
 
-def trained(groups: ParallelGroups, case: Case, steps: int = 3) -> dict[str, Any]:
+def trained(groups: ParallelGroups, case: Case) -> dict[str, Any]:
     """Train, and return losses, weights, and what a check says about a wrong sum of gradients."""
     job = build_job(run_config(case), groups, layouts.VOCAB)
     check = ReplicaCheck(job.model, job.optimizer, groups)
     losses = []
-    for step in range(steps):
+    for step in range(2):
         checks = StepChecks(weights=check.weights, gradients=check.gradients)
         batches = layouts.mine(groups, case.way, step, 2 * groups.dp.size)
         metrics = job.step(batches, 1e-2, checks=checks)
@@ -151,14 +151,14 @@ def test_options_choose_the_sums(pools: WorkerPools, name: str) -> None:
             ("ddp_param_name_patterns_for_fp32_local_accumulation", ("embedding.*",)),
         ),
     }[name]
-    for found in pools.run(trained, 2, Case(layouts.Way(2), options=options), 2):
+    for found in pools.run(trained, 2, Case(layouts.Way(2), options=options)):
         assert ("embedding.weight" in found["low"]) == (name != "pattern")
         assert "layers.2.mixer.fc1.weight" in found["low"] and found["losses"][1] > 0
 
 
 def test_ranks_agree_on_a_sum_of_three(pools: WorkerPools) -> None:
     """Three ranks divide no bucket evenly, so plain data parallelism pads the exchange."""
-    found = pools.run(trained, 3, Case(layouts.Way(3)), 2)
+    found = pools.run(trained, 3, Case(layouts.Way(3)))
     for of_rank in found[1:]:
         for name, weight in of_rank["weights"].items():
             assert (weight == found[0]["weights"][name]).all(), name

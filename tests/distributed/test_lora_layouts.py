@@ -16,16 +16,15 @@ from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.training.build_graphs import released
 from megatron_packed.training.build_job import build_job
 from support.layouts import VOCAB, Way, config_of, mine, step_values
-from support.parallel_graphs import LENGTHS, graphed, step_of
+from support.parallel_graphs import REPLAYED, replay
 from support.process_pools import WorkerPools
-from support.whole_state import Shards, assembled, everything, same_bits
+from support.whole_state import Shards, assembled, everything
 
 Options = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 """Changes of a run's sections: name of a section, and the values of its options."""
-PACKS, STEPS = 4, 3
+PACKS, STEPS = 4, 2
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 NO_OPTIONS: Options = ()
 OVERLAP: Options = (
@@ -168,29 +167,11 @@ def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None
             )
 
 
-def replay(groups: ParallelGroups, way: Way, impl: str) -> dict[str, Any]:
-    """Run steps eagerly and by replay; return what differs, and the modules that ran eagerly."""
-    eager = build_job(config_of(way, **LORA), groups, VOCAB)
-    job, graphs, backend = graphed(way, groups, LORA, impl)
-    with released(graphs):
-        for number in range(STEPS):
-            micro_batches = step_of(way, groups, number, LENGTHS[: 2 * groups.dp.size])
-            backend.scramble()
-            metrics = [one.step(micro_batches, 1e-2).clone() for one in (job, eager)]
-            assert torch.equal(*metrics)
-        pairs = zip(everything(job), everything(eager))
-        return {
-            "different": [one[0] for one, other in pairs if not same_bits(one[3], other[3])],
-            "module_fallbacks": dict(graphs.counters.module_fallbacks),
-            "replays": graphs.counters.replays,
-        }
-
-
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])
 def test_replayed_steps_are_the_eager_ones(impl: str, pools: WorkerPools) -> None:
     way = Way(2, distributed_optimizer=True)
-    for result in pools.run(replay, 2, way, impl):
-        assert result == {"different": [], "module_fallbacks": {}, "replays": 2 * STEPS}
+    for result in pools.run(replay, 2, way, LORA, impl):
+        assert result == REPLAYED
 
 
 def check_gradient(key: str, moment: Tensor, step: int) -> None:

@@ -30,13 +30,11 @@ from support.rank_models import (
     described,
     gathered_without_sum,
     mutated,
-    observe,
     only_own_rows,
     own_value,
     recorded_calls,
     two_packs,
     whole,
-    with_other_token,
 )
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]
@@ -449,35 +447,9 @@ LENGTHS = [5, cases.CHUNK + 3, 1, 2 * cases.CHUNK, 4]
 
 
 def leaks(groups: ParallelGroups, runs: list[Run]) -> list[dict[str, float]]:
-    """Change a token of the second document; return the largest changes in other documents.
-
-    The change in the second document is returned too, to show that the test sees changes.
-    """
-    found = []
-    for run in runs:
-        model = build(run, groups)
-        batch = cases.make_pack(cases.make_documents(LENGTHS), tail=7, spare=2)
-        at = LENGTHS[0] + 4
-        other = with_other_token(batch, at)
-        before, after = outputs_and_gradients(model, batch), outputs_and_gradients(model, other)
-        others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
-        changes = {}
-        for name in before:
-            rows_T = others_T
-            if name == "input gradients" and run.sequence_parallel:
-                rows_T = own_rows(others_T, groups.tp.group)
-            changes[name] = float((before[name][rows_T] - after[name][rows_T]).abs().max())
-        changes["own"] = float(
-            (before["outputs"][~others_T] - after["outputs"][~others_T]).abs().max()
-        )
-        found.append(changes)
-    return found
-
-
-def outputs_and_gradients(model: HybridModel, batch: Any) -> dict[str, Tensor]:
-    with torch.no_grad():
-        logits_TV = model.logits(batch.tokens, batch.packed)
-    return {"outputs": logits_TV, **observe(model, batch)}
+    batch = cases.make_pack(cases.make_documents(LENGTHS), tail=7, spare=2)
+    at = LENGTHS[0] + 4
+    return [rank_models.leaks(build(run, groups), batch, at, groups) for run in runs]
 
 
 @pytest.mark.shows(

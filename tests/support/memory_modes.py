@@ -14,6 +14,18 @@ TAIL = 3
 T = sum(map(len, (tokens for tokens, _ in DOCUMENTS))) + TAIL
 D, BYTES = 32, 4
 HIDDEN = T * D * BYTES
+DROPOUT = "bfloat16 with dropout, tied"
+VARIANTS = {
+    "float32": {},
+    "gate and norms": cases.VARIANTS["gate, one norm for all heads, norms of outputs"],
+    DROPOUT: {
+        "dtype": torch.bfloat16,
+        "hidden_dropout": 0.2,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "depths": {"hybrid_layer_pattern": f"{PATTERN}/*E/*E"},
+}
+"""Models in which the modes are tested, as changes of `model_of`."""
 
 
 def full(method, number):

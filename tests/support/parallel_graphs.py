@@ -6,20 +6,19 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
 from megatron_packed.cuda_graphs.step_graphs import StepGraphs
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.packed.capture_sizes import CaptureSizes
 from megatron_packed.packed.micro_batch import MicroBatch
-from megatron_packed.training.build_graphs import (
-    build_graphs,
-    capture_graphs,
-)
+from megatron_packed.training.build_graphs import build_graphs, capture_graphs, released
 from megatron_packed.training.build_job import Job, build_job
 from support.layouts import SLOTS, VOCAB, Way, config_of, scales_of
 from support.stand_in import RecordingBackend
 from support.te_stand_in import stand_in
+from support.whole_state import everything, same_bits
 
 CAPTURE_SIZES = CaptureSizes.from_capacities([2, 6], SLOTS)
 LENGTHS = ([12, 20], [5, 1, 3, 8, 2, 9], [40], [4, 4, 1, 1, 6])
@@ -75,3 +74,25 @@ def graphed(
     capture_graphs(graphs, job.step, 4, groups)
     job.step.graphs = graphs
     return job, graphs, backend
+
+
+REPLAYED = {"different": [], "module_fallbacks": {}, "replays": 4}
+"""Result of `replay` if both micro-batches of both steps are replayed and nothing differs."""
+
+
+def replay(groups: ParallelGroups, way: Way, model: dict[str, Any], impl: str) -> dict[str, Any]:
+    """Run steps eagerly and by replay; return what differs, and the modules that ran eagerly."""
+    eager = build_job(config_of(way, **model), groups, VOCAB)
+    job, graphs, backend = graphed(way, groups, model, impl)
+    with released(graphs):
+        for number in range(2):
+            micro_batches = step_of(way, groups, number, LENGTHS[: 2 * groups.dp.size])
+            backend.scramble()
+            metrics = [one.step(micro_batches, 1e-2).clone() for one in (job, eager)]
+            assert torch.equal(*metrics)
+        pairs = zip(everything(job), everything(eager))
+        return {
+            "different": [one[0] for one, other in pairs if not same_bits(one[3], other[3])],
+            "module_fallbacks": dict(graphs.counters.module_fallbacks),
+            "replays": graphs.counters.replays,
+        }

@@ -145,6 +145,27 @@ def with_other_token(batch: MicroBatch, at: int) -> MicroBatch:
     return other
 
 
+def leaks(
+    model: HybridModel, batch: MicroBatch, at: int, groups: ParallelGroups
+) -> dict[str, float]:
+    """Change a token in one document of rank 0's pack; return the largest changes elsewhere.
+
+    The change of the losses in the document itself is returned too, to show that the test sees
+    changes.
+    """
+    first = groups.dp.rank == 0
+    before = observe(model, batch)
+    after = observe(model, with_other_token(batch, at) if first else batch)
+    others_T = batch.packed.seq_idx[0] != batch.packed.seq_idx[0, at]
+    changes = {"own": float((before["loss"] - after["loss"]).abs().max())}
+    for name, value in before.items():
+        rows_T = others_T if first else slice(None)
+        if first and name == "input gradients" and len(value) < len(others_T):
+            rows_T = own_rows(others_T, groups.tp.group)  # sequence parallelism
+        changes[name] = float((value[rows_T] - after[name][rows_T]).abs().max())
+    return changes
+
+
 def recorded_calls(model: HybridModel, packs: Iterable[MicroBatch]) -> list[list[Any]]:
     """Record the operations that a model calls for each pack, with flat gradients."""
     FlatBuffers(model)

@@ -14,6 +14,7 @@ from support.memory_modes import (
     HIDDEN,
     PATTERN,
     TAIL,
+    VARIANTS,
     D,
     T,
     bytes_saved,
@@ -79,21 +80,9 @@ MODES = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=["float32", "gate and norms", "bfloat16 with dropout, tied", "depths"]
-)
+@pytest.fixture(scope="module", params=VARIANTS)
 def expected(request):
-    changes = {}
-    if request.param == "gate and norms":
-        changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]
-    elif request.param == "depths":
-        changes = {"hybrid_layer_pattern": f"{PATTERN}/*E/*E"}
-    elif request.param != "float32":
-        changes = {
-            "dtype": torch.bfloat16,
-            "hidden_dropout": 0.2,
-            "untie_embeddings_and_output_weights": False,
-        }
+    changes = VARIANTS[request.param]
     return changes, train(None, **changes)
 
 

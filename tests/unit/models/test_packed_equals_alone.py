@@ -12,7 +12,6 @@ TOLERANCE = 1e-5
 PACKS = {
     "awkward lengths": (cases.AWKWARD, {}),
     "with a tail": (cases.AWKWARD, {"tail": 11}),
-    "capacity for more documents": (cases.AWKWARD, {"tail": 3, "spare": 9}),
     "one document": ([3 * cases.CHUNK + 1], {}),
     "over 100 documents": (cases.MANY, {"tail": 5}),
 }
@@ -25,21 +24,22 @@ PAIRS = [
 ]
 
 
-def check(pattern, variant, lengths, pack):
-    model = cases.tiny_model(pattern, **cases.VARIANTS[variant])
-    documents = cases.make_documents(lengths)
+def check_oracle(model, **pack):
+    """Compare with the oracle, which runs one document at a time."""
+    documents = cases.make_documents(cases.AWKWARD)
     packed = cases.run_packed(model, documents, **pack)
-    alone = cases.run_alone(model, documents)
-    assert cases.beyond_rounding(packed, alone, TOLERANCE) == {}, "one document at a time"
-    return model, documents, packed
+    oracle = plain_model.run_plain(
+        model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64
+    )
+    assert cases.beyond_rounding(packed, oracle, TOLERANCE) == {}
 
 
-# The comparison with the oracle, below, has the pack with capacity for more documents.
-@pytest.mark.parametrize(
-    ("pattern", "pack"), [pair for pair in PAIRS if pair[1] != "capacity for more documents"]
-)
+@pytest.mark.parametrize(("pattern", "pack"), PAIRS)
 def test_packed_equals_alone(pattern, pack):
-    check(pattern, "plain", *PACKS[pack])
+    lengths, options = PACKS[pack]
+    model, documents = cases.tiny_model(pattern), cases.make_documents(lengths)
+    packed = cases.run_packed(model, documents, **options)
+    assert cases.beyond_rounding(packed, cases.run_alone(model, documents), TOLERANCE) == {}
 
 
 @pytest.mark.shows(
@@ -48,20 +48,12 @@ def test_packed_equals_alone(pattern, pack):
 )
 @pytest.mark.parametrize(("pattern", "variant"), cases.PATTERNS_AND_VARIANTS)
 def test_packed_equals_the_plain_oracle(pattern, variant):
-    model, documents, packed = check(pattern, variant, *PACKS["capacity for more documents"])
-    oracle = plain_model.run_plain(
-        model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64
-    )
-    assert cases.beyond_rounding(packed, oracle, TOLERANCE) == {}, "the oracle"
+    """The pack has capacity for more documents."""
+    check_oracle(cases.tiny_model(pattern, **cases.VARIANTS[variant]), tail=3, spare=9)
 
 
 def test_each_layer_has_its_own_window():
     """The first attention sees 4 tokens, the second all tokens of its document."""
     model = cases.tiny_model("*-*", window_size="3,0", window_attn_skip_freq="3")
     assert model.config.attention_windows == (4, None)
-    documents = cases.make_documents(cases.AWKWARD)
-    oracle = plain_model.run_plain(
-        model, documents, cases.VOCAB, cases.count_targets(documents), torch.float64
-    )
-    packed = cases.run_packed(model, documents)
-    assert cases.beyond_rounding(packed, oracle, TOLERANCE) == {}
+    check_oracle(model)

@@ -15,9 +15,11 @@ from support import hybrid_cases as cases
 from support.memory_modes import (
     BYTES,
     DOCUMENTS,
+    DROPOUT,
     HIDDEN,
     PATTERN,
     TAIL,
+    VARIANTS,
     D,
     T,
     bytes_saved,
@@ -45,29 +47,14 @@ def mode_id(memory):
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=["float32", "gate and norms", "bfloat16 with dropout, tied", "two repeated depths"],
-)
+@pytest.fixture(scope="module", params=VARIANTS)
 def expected(request):
-    if request.param == "float32":
-        yield {}, train(None)
-        return
-    if request.param == "two repeated depths":
-        changes = {"hybrid_layer_pattern": f"{PATTERN}/*E/*E", "mtp_use_repeated_layer": True}
-        yield changes, train(None, **changes)
-        return
-    if request.param == "gate and norms":
-        changes = cases.VARIANTS["gate, one norm for all heads, norms of outputs"]
-        yield changes, train(None, **changes)
-        return
-    changes = {
-        "dtype": torch.bfloat16,
-        "hidden_dropout": 0.2,
-        "untie_embeddings_and_output_weights": False,
-    }
+    changes = dict(VARIANTS[request.param])
+    if request.param == "depths":
+        changes["mtp_use_repeated_layer"] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoreAttention, "forward", drawing(CoreAttention.forward))
+        if request.param == DROPOUT:
+            patch.setattr(CoreAttention, "forward", drawing(CoreAttention.forward))
         yield changes, train(None, **changes)
 
 

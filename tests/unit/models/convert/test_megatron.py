@@ -475,8 +475,7 @@ def test_options_of_any_type_and_size_are_refused_in_a_sentence(values, sentence
 
 def test_options_are_examined_in_the_process_with_limits():
     """An option that would take long or much memory ends the process, not this program."""
-    problem = PickleProcess().model_problem(theirs.ARGS, 128)
-    assert problem is None
-    process = PickleProcess(Limits(memory_bytes=2**29))
+    process = PickleProcess(Limits(memory_bytes=2**28))
+    assert process.model_problem(theirs.ARGS, 128) is None
     with pytest.raises(RefusedPickle, match="its process ended"):
-        process.model_problem({**theirs.ARGS, "hybrid_layer_pattern": "M" * 2**29}, 128)
+        process.model_problem({**theirs.ARGS, "hybrid_layer_pattern": "M" * 2**28}, 128)
