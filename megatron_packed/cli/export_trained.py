@@ -50,7 +50,6 @@ from megatron_packed.data.tokenizers.exported_files import (
     files_of_bytes,
     files_of_gpt2,
     files_of_huggingface,
-    files_of_sentencepiece,
 )
 from megatron_packed.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_packed.data.tokenizers.prompt_formats import DEFAULT_TEMPLATE, FORMATS_BY_NAME
@@ -121,8 +120,11 @@ def export_trained(
         warning = tokenizer_warning(found, metadata, meaning_hash(used))
     elif config.model.vocab_size is None:
         raise CheckpointError("names no vocabulary", path=found)
+    model = config.model
+    if used is not None:
+        model = replace(model, vocab_size=vocabulary(used, model.vocab_size))
     options = TrainedOptions(
-        model=config.model if used is None else _sized(config, used),
+        model=model,
         bf16=config.training.bf16,
         max_positions=_max_positions(config, metadata),
         ids=ids,
@@ -218,10 +220,6 @@ def kept_facts(
     }
 
 
-def _sized(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    return replace(config.model, vocab_size=vocabulary(tokenizer, config.model.vocab_size))
-
-
 def moved_tokenizer(data: DataConfig, path: str) -> DataConfig:
     """Return the options of the data with a tokenizer that is read from ``path``."""
     if data.tokenizer_type in MODEL_FILES:
@@ -264,7 +262,7 @@ def tokenizer_files(data: DataConfig, tokenizer: Tokenizer) -> tuple[Files, str]
         said = (
             "Only tokenizer.model was copied. transformers may need more files of this tokenizer."
         )
-        return files_of_sentencepiece(_tokenizer_path(data)), said
+        return {"tokenizer.model": _tokenizer_path(data)}, said
     return {}, f"A {kind} has no files for transformers, so the model has no tokenizer."
 
 

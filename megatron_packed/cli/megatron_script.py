@@ -246,7 +246,8 @@ class _Script:
             if word.array is not None:
                 values = [text for item in word.array for text in self._expand(item)]
             else:
-                values = ["".join(self._expand(_Word([first, *_unsplit(word.parts[1:])])))]
+                others = ((text, replaces, False) for text, replaces, _ in word.parts[1:])
+                values = ["".join(self._expand(_Word([first, *others])))]
         except _Unknown:
             self._values.pop(name, None)
             return
@@ -332,10 +333,6 @@ class _Script:
                 return f"${{{name}}}"
             return default.strip("\"'")
         return " ".join(values if all_items else values[:1])
-
-
-def _unsplit(parts: list[tuple[str, bool, bool]]) -> list[tuple[str, bool, bool]]:
-    return [(text, replaces, False) for text, replaces, _ in parts]
 
 
 def _processes(arguments: list[str]) -> Iterator[str]:

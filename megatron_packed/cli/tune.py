@@ -263,7 +263,7 @@ def _packed(
     if arguments.measure is not None:
         apply_environment(config.training)  # must precede the import of torch, as in a run
     from megatron_packed.data.packing.packer import METHODS, Packer
-    from megatron_packed.data.packing.sizing import Packing, packings_of
+    from megatron_packed.data.packing.sizing import Packing
 
     if on_this_machine:
         lengths, pieces, cut = _tokenized(config)
@@ -281,12 +281,13 @@ def _packed(
     packer = Packer.from_config(packing, config.document_alignment)
     seed = config.training.seed
 
-    def capped(method: str, documents: int) -> Packing:
+    def capped(method: str, documents: int | None) -> Packing:
         return Packing.of_first_epoch(
             replace(packer, method=method, max_documents=documents), pieces, seed
         )
 
-    return config, cut, lengths, packings_of(packer, pieces, methods, seed), capped
+    packings = [capped(method, packer.max_documents) for method in methods]
+    return config, cut, lengths, packings, capped
 
 
 def _tokenized(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], Pieces]:

@@ -164,7 +164,11 @@ def _schema_fault(targets: list[str]) -> Fault | None:
         names = " and ".join(next(name for name in targets if name in part) for part in begun[:2])
         return (f"{names} belong to different schemas", "name the fields of one schema")
     if not begun:
-        allowed = [" and ".join(required) for required in _GOES_WITH if _allows(required, targets)]
+        allowed = [
+            " and ".join(required)
+            for required, others in _GOES_WITH.items()
+            if set(targets) <= set(others)
+        ]
         return (f"{', '.join(targets)} needs a schema", f"add {' or '.join(allowed) or 'messages'}")
     [required] = begun
     if missing := [name for name in required if name not in targets]:
@@ -180,7 +184,3 @@ def _schema_fault(targets: list[str]) -> Fault | None:
                 f"leave it out ({' and '.join(required)} can have {optional_targets})",
             )
     return None
-
-
-def _allows(required: tuple[str, ...], targets: list[str]) -> bool:
-    return set(targets) <= set(_GOES_WITH[required])

@@ -121,11 +121,6 @@ def kernels_missing_here(run: RunConfig, environ: Mapping[str, str], sound: Soun
         yield fast_kernels_missing("no GPU is visible on this machine")
 
 
-def requires_fast_kernels(run: RunConfig) -> bool:
-    """Return whether the run refuses plain PyTorch references."""
-    return run.training.require_fast_kernels
-
-
 def not_fast(rule: str, cure: str = "") -> Problem:
     """Return a problem of a run that requires fast kernels."""
     return Problem("--require-fast-kernels", "", rule, cure or "leave it out")

@@ -73,8 +73,3 @@ def trainer_cure(group: TrainerFlags, value: str) -> str:
         return group.cure.replace(_VALUE, group.blank)
     converted = group.convert(value)
     return group.without if converted is None else group.cure.replace(_VALUE, converted)
-
-
-def flags_in(problem: Problem) -> list[str]:
-    """Return the flags of this project that a cure names."""
-    return FLAG.findall(problem.cure)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.cuda_graphs import fallback_reasons as reasons
-from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend
+from megatron_packed.cuda_graphs.capture_and_pool import GraphBackend, address_of
 from megatron_packed.cuda_graphs.fallback_reasons import GraphCounters, GraphFallbackError
 from megatron_packed.cuda_graphs.module_graphs import ModuleGraphs
 from megatron_packed.cuda_graphs.slots import Slot, SlotPackedSeqParams, SlotRing
@@ -242,11 +242,11 @@ class GraphedForward:
         # other graphs may use. So a result must not be memory with another owner.
         statics = [slot.buffer for slot in self.slots.slots]
         foreign = {
-            _storage(t)
+            address_of(t)
             for t in (args[0], *statics, *self.module.parameters(), *self.module.buffers())
         }
         if any(
-            isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) in foreign
+            isinstance(leaf, Tensor) and leaf.numel() and address_of(leaf) in foreign
             for leaf in leaves
         ):
             return reasons.FOREIGN_MEMORY
@@ -363,10 +363,6 @@ class KeywordLayer(nn.Module):
         del self.layer.forward
         if self._layer_forward_was_replaced:
             self.layer.forward = self._layer_forward
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def check_apart(modules: Mapping[str, nn.Module]) -> None:

@@ -126,9 +126,7 @@ class TEModuleGraphs(ModuleGraphs):
         passed_on: the output hidden states are the input of another captured module. Otherwise
             `replay_forward` returns a copy of them, because backward graphs of earlier modules may
             overwrite their memory.
-        previous: as for `ModuleGraphs`.
-        positions: as for `ModuleGraphs`.
-        takes_packed: as for `ModuleGraphs`.
+        place: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -139,11 +137,9 @@ class TEModuleGraphs(ModuleGraphs):
         slot: Slot,
         *,
         passed_on: bool,
-        previous: ModuleGraphs | None,
-        positions: tuple[int, int],
-        takes_packed: bool,
+        **place: Any,
     ) -> None:
-        super().__init__(slot, previous=previous, positions=positions, takes_packed=takes_packed)
+        super().__init__(slot, **place)
         self.callable = _Closed(module, function)
         self.input = static
         self._passed_on = passed_on

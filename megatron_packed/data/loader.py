@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -34,10 +34,7 @@ def collate(
     numbers: Sequence[int] | IntegerArray,
     *,
     total_tokens: int,
-    capacity: int | None = None,
-    scales: Sequence[float] | None = None,
-    max_seqlen: int | None = None,
-    alignment: int = 1,
+    **options: Any,
 ) -> MicroBatch:
     """Build the micro-batch of one pack on the host.
 
@@ -48,7 +45,7 @@ def collate(
     Args:
         numbers: numbers of the pieces in the pack, in order; empty for a pack without documents.
         total_tokens: slots of the pack.
-        capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
+        options: as for `MicroBatch.build`.
     Raises:
         DataError: the data on disk changed since it was written.
         ValueError: the pieces do not fit.
@@ -62,14 +59,7 @@ def collate(
             int(pieces.document[number]), int(pieces.start[number]), int(pieces.length[number])
         )
         documents.append(Document(tokens, targets))
-    return MicroBatch.build(
-        documents,
-        total_tokens,
-        capacity=capacity,
-        scales=scales,
-        max_seqlen=max_seqlen,
-        alignment=alignment,
-    )
+    return MicroBatch.build(documents, total_tokens, **options)
 
 
 class Loader:

@@ -372,7 +372,7 @@ def flat_layout_of(
             name,
             tuple(p.shape),
             BufferPart(p.dtype, experts is not None and is_expert(p), precision.is_low(name, p)),
-            _has_decay(p),
+            not getattr(p, "no_weight_decay", False),
         )
         for name, p in module.named_parameters()
         if p.requires_grad
@@ -390,10 +390,6 @@ def tail_elements(extras: Mapping[str, int], counters: Mapping[str, int]) -> int
 def _tail_sizes(extras: Mapping[str, int], counters: Mapping[str, int]) -> dict[str, int]:
     sizes = {f"extras/{name}": size for name, size in extras.items()}
     return sizes | {f"counters/{name}": LIMBS * size for name, size in counters.items()}
-
-
-def _has_decay(parameter: nn.Parameter) -> bool:
-    return not getattr(parameter, "no_weight_decay", False)
 
 
 def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

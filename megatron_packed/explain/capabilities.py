@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from math import ceil
 
 import torch
 
@@ -12,10 +13,9 @@ from megatron_packed.config.exchanged_heads import (
     parts_of_layers,
     reorders_rows,
 )
-from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import MODULE_LAYERS
-from megatron_packed.config.sections.memory import MODULES, OFFLOADED_IN, RECOMPUTED_IN
+from megatron_packed.config.sections.memory import OFFLOADED_IN
 from megatron_packed.config.sections.model_parts.lora import APART
 from megatron_packed.config.sections.parallel import NOT_BUILT
 from megatron_packed.cuda_graphs.transformer_engine import maker
@@ -23,13 +23,9 @@ from megatron_packed.distributed.sequence_parallel_products import NO_OVERLAP
 from megatron_packed.distributed.symmetric_memory import not_supported_reasons
 from megatron_packed.distributed.symmetric_rows import dtype_reasons
 from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, row
-from megatron_packed.explain.kernel_reasons import (
-    Kernel,
-    advice_of,
-    layer_reasons,
-    requested_kernels,
-)
-from megatron_packed.explain.op_requests import op_requests, useless_recomputation
+from megatron_packed.explain.kernel_reasons import kernel_row, layer_reasons, requested_kernels
+from megatron_packed.explain.op_requests import op_requests
+from megatron_packed.explain.run_description import of_layers, warned_capabilities
 from megatron_packed.layers.transformer_impl import LOCAL_NAME
 from megatron_packed.models.convert.trained_config import nearest_families
 from megatron_packed.models.equal_exchanges import (
@@ -54,7 +50,6 @@ from megatron_packed.ops.varlen_attention import api as varlen_attention
 CPU = torch.device("cpu")
 _IF_REACHABLE = "if the GPUs of the ranks can access each other's memory"
 _OWN_EXPERTS = "experts and router of megatron_packed"
-_NOT_COUNTED = "MFU does not count recomputed operations"
 FLEX_OVERTAKES = {"transformer_engine": 128, "flash_attn_2": 32, "torch_varlen": 16}
 """Capacity in documents from which FlexAttention was measured to be faster than each kernel.
 
@@ -63,19 +58,22 @@ Measured by `capacity_cost.py`; it was faster for at least one of the measured s
 
 
 def capabilities(
-    config: RunConfig, device: torch.device, world_size: int = 1
+    config: RunConfig, device: torch.device, world_size: int = 1, steps: int | None = None
 ) -> Iterator[Capability]:
-    """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes."""
+    """Yield all capabilities of the configuration on ``device`` with ``world_size`` processes.
+
+    ``steps`` is the number of steps of the run, if it is known.
+    """
     yield from _machine(config, device)
     # Several layers may have equal rows.
     yield from dict.fromkeys(
         kernel_row(kernel, device) for kernel in requested_kernels(config, device)
     )
     yield from graph_capabilities(config, device)
-    yield _recomputation(config, device)
+    yield from warned_capabilities(config, device, world_size)
     yield _offload(config, device)
     yield from parallel_capabilities(config, world_size, device)
-    yield from _model_and_outputs(config)
+    yield from _model_and_outputs(config, steps)
 
 
 def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
@@ -118,62 +116,15 @@ def _machine(config: RunConfig, device: torch.device) -> Iterator[Capability]:
     )
 
 
-def kernel_row(kernel: Kernel, device: torch.device) -> Capability:
-    """Return which backend of an op runs, and why no faster backend does."""
-    title, problem = f"kernel {kernel.op.name}", kernel.problem
-    if problem is not None:
-        return Capability(title, OFF, problem.rule, problem.cure)
-    by_name, on_gpu = kernel.backend != "auto", device.type == "cuda"
-    named = f"{kernel.name}, as requested"
-    cost, reasons = kernel.cost if on_gpu else "", kernel.reasons
-    # A named backend may be slower than others that could be used.
-    faster = [] if by_name else [f"{name}: {reasons[name][0]}" for name in kernel.faster]
-    refused = f"; faster backends cannot be used: {'; '.join(faster)}"
-    cure = advice_of(kernel) if faster or cost else ""
-    on_cpu = not on_gpu and kernel.name == "reference"
-    return row(
-        title,
-        (on_cpu, PARTIAL, "reference: plain PyTorch, the backend for CPUs"),
-        (by_name and not cost, ON, named + kernel.remark),
-        (by_name, PARTIAL, named + cost + kernel.remark, cure),
-        (not faster, ON, f"{kernel.name}, the fastest backend{kernel.remark}"),
-        (True, PARTIAL, kernel.name + cost + refused, cure),
-    )
-
-
-def _recomputation(config: RunConfig, device: torch.device) -> Capability:
-    """Return which activations the backward pass recomputes."""
-    memory, layers = config.memory, len(config.model.layer_types)
-    whole = sum(map(memory.recomputes_layer, range(layers)))
-    saved = "only the input of each is saved"
-    if memory.recomputes_layers and memory.layers_per_unit > 1:
-        saved = f"in groups of {memory.layers_per_unit}: only the input of each group is saved"
-    symbols = config.model.hybrid_layer_pattern
-    parts = _of_layers(
-        (module, symbols.count(RECOMPUTED_IN[module]) if module in RECOMPUTED_IN else layers)
-        for module in memory.modules
-    )
-    useless = useless_recomputation(config, device)
-    everything = "every activation that the backward pass needs is saved"
-    cure = f"leave {EXPERT_ACTIVATION} out of {MODULES}"
-    return row(
-        "recomputation",
-        (memory.recomputes_layers, ON, f"{whole} of {layers} layers, {saved}; {_NOT_COUNTED}"),
-        (not memory.modules, OFF, everything, "--recompute-granularity reduces memory"),
-        (useless, PARTIAL, f"{parts}; {_NOT_COUNTED}; {useless}", cure),
-        (True, ON, f"{parts}; {_NOT_COUNTED}"),
-    )
-
-
 def _offload(config: RunConfig, device: torch.device) -> Capability:
     """Return which activations are offloaded to host memory."""
     symbols = config.model.layer_types
     memory, layers = config.memory, range(len(symbols))
     moved = {"the inputs": sum(map(memory.offloads_input, layers))}
     for module in memory.offloaded_modules:
-        of_layers = (n for n in layers if symbols[n] in OFFLOADED_IN[module])
-        moved[module] = sum(memory.offloads_module(module, number) for number in of_layers)
-    what = _of_layers((part, count) for part, count in moved.items() if count)
+        numbers = (n for n in layers if symbols[n] in OFFLOADED_IN[module])
+        moved[module] = sum(memory.offloads_module(module, number) for number in numbers)
+    what = of_layers((part, count) for part, count in moved.items() if count)
     option = "--fine-grained-activation-offloading"
     cure = "--offload-layer-inputs" if memory.recomputes_layers else option
     eager = f"{what}: without a GPU the copies reduce no memory"
@@ -187,13 +138,13 @@ def _offload(config: RunConfig, device: torch.device) -> Capability:
     )
 
 
-def _of_layers(parts: Iterable[tuple[str, int]]) -> str:
-    """Return parts of layers as text, each with its number of layers."""
-    return ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in parts)
+def _model_and_outputs(config: RunConfig, steps: int | None) -> Iterator[Capability]:
+    """Yield depths of multi-token prediction, adapters, validation, outputs, and the export."""
 
+    def every(interval: int) -> str:
+        total = "" if steps is None else f" ({ceil(steps / interval):,} in all)"
+        return f"every {interval:,} steps{total}"
 
-def _model_and_outputs(config: RunConfig) -> Iterator[Capability]:
-    """Yield depths of multi-token prediction, checkpoints, log, and the export of the model."""
     model, checkpoint, log = config.model, config.checkpoint, config.logging.log_jsonl
     if depths := model.mtp_depths:
         weights = "the same" if model.mtp_use_repeated_layer else "their own"
@@ -206,15 +157,21 @@ def _model_and_outputs(config: RunConfig) -> Iterator[Capability]:
         yield Capability("multi-token prediction", ON, counts)
     if model.has_adapters:
         yield Capability("adapters", ON, _adapters(config))
-    at_end = "saved only at the end of the run and when the run is stopped"
-    interval = f"every {checkpoint.save_interval} iterations in {checkpoint.save}"
+    interval, without = config.validation_interval, "the run has no validation"
+    yield row(
+        "validation",
+        (interval, ON, every(interval or 1)),
+        (True, OFF, without, "--eval-interval N" * config.data.has_validation),
+    )
+    saved = f"{every(checkpoint.save_interval or 1)}, in {checkpoint.save}"
+    at_end = f"only at the end of the run and when the run is stopped, in {checkpoint.save}"
     background = ", written in the background" * checkpoint.async_save
     no_save = "no checkpoint is saved"
     yield row(
         "checkpoints",
         (checkpoint.save is None, OFF, no_save, "--save DIRECTORY --save-interval N"),
         (checkpoint.save_interval is None, PARTIAL, at_end, "--save-interval N"),
-        (True, ON, interval + background),
+        (True, ON, saved + background),
     )
     yield row("log", (log, ON, f"{log}"), (True, OFF, "console only", "--log-jsonl FILE"))
     nearest, differences = next(iter(nearest_families(model).items()))

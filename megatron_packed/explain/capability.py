@@ -31,6 +31,11 @@ class Capability(NamedTuple):
     instead: str = ""
     """Replacement that is used instead."""
 
+    @property
+    def text(self) -> str:
+        """Reason and better setting."""
+        return "; ".join(filter(None, (self.detail, self.fix)))
+
 
 def row(name: str, *cases: tuple[Any, ...]) -> Capability:
     """Return the capability of the first case that holds.

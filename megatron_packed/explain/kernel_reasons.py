@@ -22,12 +22,11 @@ from megatron_packed.config.kernel_options import (
     fast_kernels_missing,
     named_kernels,
     not_fast,
-    requires_fast_kernels,
 )
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
-from megatron_packed.explain.capability import WIDTH
+from megatron_packed.explain.capability import OFF, ON, PARTIAL, WIDTH, Capability, row
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.layers.transformer_impl import (
     LOCAL_NAME,
@@ -48,7 +47,7 @@ LABELS = {
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
-    "": "",
+    "gated_delta_rule": "gated delta rule",
     "gated_rms_norm": "gated norm",
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",
@@ -60,10 +59,7 @@ LABELS = {
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }
-"""Names of the ops in console output, in the order in which `kernel_block` lists them.
-
-The empty entry stands for all other ops, which have their own names.
-"""
+"""Names of the ops in console output, in the order in which `kernel_block` lists them."""
 
 MEASURED: dict[str, dict[str, float]] = {
     "attention": {"reference": 56, "sdpa": 16},
@@ -133,9 +129,27 @@ class Kernel(NamedTuple):
         if not self.is_plain:
             return ""
         factor = MEASURED.get(_case(self), {}).get(self.name)
-        if factor is None:
-            return f", slower than {self.automatic[0]} by a factor that is not measured"
-        return f", taking {factor:g} times as long as {self.automatic[0]} (measured on an H200)"
+        slower = f"slower than {self.automatic[0]} by a factor that is not measured"
+        if factor is not None:
+            slower = f"taking {factor:g} times as long as {self.automatic[0]} (measured on an H200)"
+        return f", plain PyTorch, {slower}"
+
+    @property
+    def why(self) -> str:
+        """Reason why no faster backend runs, as a clause; empty if none is faster."""
+        if self.option:
+            return f"{self.option} selects it"
+        reasons = self.reasons
+        refused = [
+            f"{name}: {' and '.join(map(without_module, reasons[name]))}"
+            for name in self.faster
+            if reasons[name]
+        ]
+        if refused:
+            return f"faster backends cannot be used: {'; '.join(refused)}"
+        # The grouped product computes this activation as a part of its reference.
+        product = LABELS[grouped_mlp.OP.name]
+        return f"it is a part of the reference of the {product}" if self.faster else ""
 
     @property
     def remark(self) -> str:
@@ -254,17 +268,29 @@ def check_kernels(
             requires fast kernels.
     """
     kernels = chosen_kernels(config, device, documents)
-    if requires_fast_kernels(config):
+    if config.training.require_fast_kernels:
         if device.type != "cuda":
             raise ConfigError([fast_kernels_missing("torch sees none here")])
-        problems = [
-            not_fast(slow_sentence(kernel), advice_of(kernel))
-            for kernel in kernels
-            if kernel.is_plain
-        ]
-        if problems:
-            raise ConfigError(problems)
+        if rows := _slow_rows(kernels, device):
+            raise ConfigError([not_fast(f"{row.name} {row.detail}", row.fix) for row in rows])
     return kernels
+
+
+def kernel_row(kernel: Kernel, device: torch.device) -> Capability:
+    """Return which backend of an op runs, and why no faster backend does."""
+    title, problem, name = f"kernel {kernel.op.name}", kernel.problem, kernel.name
+    if problem is not None:
+        return Capability(title, OFF, problem.rule, problem.cure)
+    on_gpu, why, cure = device.type == "cuda", kernel.why, advice_of(kernel)
+    on_cpu = not on_gpu and name == "reference"
+    return row(
+        title,
+        (on_cpu, PARTIAL, "reference: plain PyTorch, the backend for CPUs"),
+        (on_gpu and kernel.is_plain, PARTIAL, f"{name}{kernel.cost}; {why}", cure),
+        (kernel.backend != "auto", ON, f"{name}, as requested{kernel.remark}"),
+        (why, PARTIAL, f"{name}; {why}", cure),
+        (True, ON, f"{name}, the fastest backend{kernel.remark}"),
+    )
 
 
 def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]:
@@ -282,10 +308,7 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
         names["attention"] += f" ({config.parallel.cp_comm_type})"
-    order = list(LABELS.values())
-    return dict(
-        sorted(names.items(), key=lambda item: order.index(item[0] if item[0] in order else ""))
-    )
+    return {label: names[label] for label in (*LABELS.values(), *names) if label in names}
 
 
 def kernel_block(names: dict[str, str]) -> str:
@@ -307,40 +330,23 @@ def slow_kernel_warnings(kernels: Sequence[Kernel], device: torch.device) -> lis
 
     There are no warnings on a CPU, where the references are the intended kernels.
     """
-    slow = [kernel for kernel in kernels if kernel.is_plain and device.type == "cuda"]
+    return [f"{row.name} {row.text}." for row in _slow_rows(kernels, device)]
+
+
+def _slow_rows(kernels: Sequence[Kernel], device: torch.device) -> list[Capability]:
+    """Return the rows of plain references that a GPU would run, named as in console output."""
     return [
-        "; ".join(filter(None, (slow_sentence(kernel), advice_of(kernel)))) + "." for kernel in slow
+        kernel_row(kernel, device)._replace(name=f"{kernel.label} runs")
+        for kernel in kernels
+        if kernel.is_plain and device.type == "cuda"
     ]
-
-
-def slow_sentence(kernel: Kernel) -> str:
-    """Return the slowdown of a plain reference and the reason why it runs, without a full stop."""
-    name, reasons = _refused(kernel)
-    why = f"{name} cannot be used: {'; '.join(map(without_module, reasons))}"
-    if kernel.option:
-        why = f"{kernel.option} selects it"
-    elif not reasons:  # the grouped product computes this activation as a part of its reference
-        why = f"it is a part of the reference of the {LABELS[grouped_mlp.OP.name]}"
-    return f"{kernel.label} runs {kernel.name}, plain PyTorch{kernel.cost}: {why}"
-
-
-def _refused(kernel: Kernel) -> tuple[str, list[str]]:
-    """Return a faster backend and the reasons against it.
-
-    A backend that does not support float32 comes first, since --bf16 would enable it; otherwise the
-    fastest backend is returned.
-    """
-    reasons = kernel.reasons
-    without_bf16 = (name for name in reasons if NO_FLOAT32 in "".join(reasons[name]))
-    name = next(without_bf16, kernel.automatic[0])
-    return name, reasons[name]
 
 
 def advice_of(kernel: Kernel) -> str:
     """Return advice on getting a faster kernel; empty if no setting helps."""
     if kernel.option:
         return f"leave {kernel.option} out"
-    reasons = "".join(_refused(kernel)[1])
+    reasons = "".join(reason for name in kernel.faster for reason in kernel.reasons[name])
     if NO_FLOAT32 in reasons:
         return "add --bf16"
     for package in (package_of_kernel(kernel.op.name, name) for name in kernel.faster):

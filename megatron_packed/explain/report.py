@@ -60,7 +60,7 @@ def explanation(config: RunConfig, data_facts: KnownData, other_model: str = "")
     for title, text in facts:
         lines += beside(title.ljust(8), text)
     lines.append("")
-    lines += table(list(capabilities(config, device, world_size)))
+    lines += table(list(capabilities(config, device, world_size, run.steps)))
     return "\n".join(lines) + "\n"
 
 
@@ -107,22 +107,16 @@ class PlannedRun:
         yield "", self._verdict(fits)
         yield "data", self._data()
         yield "batch", self._batch()
-        yield "steps", self._course()
+        yield "steps", " ".join([*self._length(), self._rate(), *self._weight_decay()])
         yield "memory", memory
 
     def _verdict(self, fits: bool) -> str:
         refusal = self._refusal()
         if refusal:
             return f"This run would be refused: {refusal}."
-        graphs = self.config.cuda_graph
-        path = "layer by layer, without CUDA graphs"
-        if self.device.type == "cuda" and graphs.enabled:
-            path = (
-                "with CUDA graphs of whole steps" if graphs.captures_steps else "with CUDA graphs"
-            )
         kind = "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        text = f"This run would start on {processes} ({kind}), {path}, {self._origin()}"
+        text = f"This run would start on {processes} ({kind}), {self._origin()}"
         return text + ("." if fits else ", but it would probably run out of GPU memory.")
 
     def _refusal(self) -> str:
@@ -190,8 +184,7 @@ class PlannedRun:
         if not config.data.has_validation:
             return "No validation data."
         source = f"--split {config.data.split}" if config.data.split else "files of their own"
-        used = "" if config.validates else " (unused without --eval-interval)"
-        return f"Validation data from {source}{used}."
+        return f"Validation data from {source}."
 
     def _batch(self) -> str:
         config, packing = self.config, self.config.packing
@@ -212,9 +205,6 @@ class PlannedRun:
         return (
             f"{text}. {ranks} runs {micro:,} packs one after the other and adds up the gradients."
         )
-
-    def _course(self) -> str:
-        return " ".join([*self._length(), self._rate(), *self._weight_decay(), *self._events()])
 
     def _length(self) -> Iterator[str]:
         training, lengths = self.config.training, self.data_facts.lengths
@@ -281,27 +271,8 @@ class PlannedRun:
         """Return a length of the schedule in steps, or in samples if the batch grows."""
         if self._samples():
             return f"{batches * self.config.packing.global_batch_size:,.0f} samples"
-        return f"{_number(batches)} steps"
-
-    def _events(self) -> Iterator[str]:
-        config, checkpoint = self.config, self.config.checkpoint
-        interval = config.validation_interval
-        if interval:
-            yield f"A validation every {interval:,} steps{self._times(interval)}."
-        else:
-            yield "No validation."
-        if checkpoint.save is None:
-            yield "No checkpoint is saved (--save DIR)."
-        elif checkpoint.save_interval is None:
-            yield f"One checkpoint at the end, in {checkpoint.save}."
-        else:
-            often = (
-                f"every {checkpoint.save_interval:,} steps{self._times(checkpoint.save_interval)}"
-            )
-            yield f"A checkpoint {often}, in {checkpoint.save}."
-
-    def _times(self, interval: int) -> str:
-        return "" if self.steps is None else f" ({ceil(self.steps / interval):,} in all)"
+        # A length is a fraction if the warm-up is given as a share.
+        return f"{batches:,.0f} steps" if batches >= 10 else f"{batches:.2g} steps"
 
     def _memory(self) -> tuple[str, bool]:
         """Return the line about memory, and False if a GPU has too little."""
@@ -336,11 +307,6 @@ def _steps(config: RunConfig, data_facts: KnownData) -> int | None:
         return None
     packs = epochs * int(data_facts.lengths.sum()) / config.packing.tokens_per_pack
     return max(ceil(packs / config.packs_per_step()), 1)
-
-
-def _number(value: float) -> str:
-    """Return a number of steps, which is a fraction if the warm-up is given as a share."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _bytes(number: int) -> str:

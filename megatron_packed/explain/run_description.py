@@ -1,16 +1,21 @@
-"""First console lines of a run: model, processes, packs, and kernels."""
+"""First console lines of a run: model, processes, packs, kernels, and warnings.
+
+`warned_capabilities` are rows of ``--explain``, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.run import RunConfig
-from megatron_packed.config.sections.memory import MODULES
+from megatron_packed.config.sections.memory import MODULES, RECOMPUTED_IN
 from megatron_packed.config.sections.model_parts.lora import LOW_LEARNING_RATE
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.explain.capability import OFF, ON, PARTIAL, Capability, row
 from megatron_packed.explain.kernel_reasons import (
     check_kernels,
     kernel_block,
@@ -104,71 +109,101 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
 
 def name_kernels(
     config: RunConfig,
-    device: torch.device,
+    groups: ParallelGroups,
     documents: int,
     *,
     detail: Callable[[str], object],
     warn: Callable[[str], object],
 ) -> dict[str, str]:
-    """Print the kernels that the packs will run, warn of slow kernels, and return their names.
+    """Print the kernels that the packs will run, print warnings, and return the kernels' names.
 
     Args:
         config: configuration of the run.
-        device: device of this rank.
+        groups: process groups of this rank.
         documents: largest number of documents in a pack (`most_documents`).
         detail: prints a line that a brief start leaves out.
         warn: prints a warning.
     Raises:
         ConfigError: an op has no kernel for these packs that the options allow.
     """
-    kernels = check_kernels(config, device, documents)
+    kernels = check_kernels(config, groups.device, documents)
     names = kernel_names(config, kernels)
     detail(kernel_block(names))
-    for sentence in slow_kernel_warnings(kernels, device):
+    for sentence in slow_kernel_warnings(kernels, groups.device):
         warn(sentence)
-    for sentence in _model_warnings(config):
-        warn(sentence)
-    if useless := useless_recomputation(config, device):
-        warn(f"{MODULES} {useless}; leave it out")
+    for capability in warned_capabilities(config, groups.device, groups.world_size):
+        if capability.state == PARTIAL:
+            warn(f"{capability.name}: {capability.text}")
     return names
 
 
-def gradient_warning(config: RunConfig, replicas: int) -> str:
-    """Return a warning of a step that adds many gradients in bf16; empty for other steps.
-
-    Args:
-        replicas: number of data-parallel ranks, whose sums are rounded once.
-    """
-    added = config.micro_batches_per_step(replicas)
-    low = config.training.bf16 and config.parallel.sums_gradients_in_bf16
-    if not low or added < MANY_MICRO_BATCHES:
-        return ""
-    return (
-        f"each rank adds the gradients of {added:,} micro-batches in bf16; from {MANY_MICRO_BATCHES} on, "
-        "rounding changes the sum by more than 1 %. Use more ranks or larger packs, or leave "
-        "--grad-reduce-in-bf16 and --main-grads-dtype out"
+def warned_capabilities(
+    config: RunConfig, device: torch.device, world_size: int
+) -> Iterator[Capability]:
+    """Yield the capabilities of which a run warns at its start if they are partial."""
+    model, added = (
+        config.model,
+        config.micro_batches_per_step(config.data_parallel_size(world_size)),
     )
-
-
-def _model_warnings(config: RunConfig) -> Iterator[str]:
-    """Yield warnings of a model that learns less than its user may expect."""
-    model = config.model
-    if model.moe_router_force_load_balancing and model.has_experts:
-        yield (
-            "--moe-router-force-load-balancing routes tokens at random, for benchmarks: the model "
-            "does not learn to route"
+    yield _recomputation(config, device)
+    low = config.training.bf16 and config.parallel.sums_gradients_in_bf16
+    if low and added >= MANY_MICRO_BATCHES:
+        yield Capability(
+            "sums of gradients",
+            PARTIAL,
+            f"each rank adds the gradients of {added:,} micro-batches in bf16; from {MANY_MICRO_BATCHES} on, "
+            "rounding changes the sum by more than 1 %",
+            "use more ranks or larger packs, or leave --grad-reduce-in-bf16 and --main-grads-dtype out",
         )
+    if model.moe_router_force_load_balancing and model.has_experts:
+        random = "tokens are routed at random, for benchmarks: the model does not learn to route"
+        yield Capability("routing", PARTIAL, random, "leave --moe-router-force-load-balancing out")
     if model.has_adapters and config.optim.lr < LOW_LEARNING_RATE:
-        yield (
-            f"adapters usually need about 10 times the learning rate of full fine-tuning, and --lr "
-            f"{config.optim.lr:g} is low for them; 1e-4 to 2e-4 is a common start"
+        yield Capability(
+            "learning rate",
+            PARTIAL,
+            "adapters usually need about 10 times the learning rate of full fine-tuning, and --lr "
+            f"{config.optim.lr:g} is low for them",
+            "1e-4 to 2e-4 is a common start",
         )
     chosen = config.is_given("model.position_embedding_type")
     ordered = any(kind.carries_order for kind in model.kinds)
     if model.has_attention and not ordered and not chosen:
         ordering = " or ".join(kind.symbol for kind in KINDS.values() if kind.carries_order)
-        yield (
-            "attention has no positions, because the default of --position-embedding-type is none "
-            f"and no {ordering} layer carries the order of tokens; give --position-embedding-type rope, "
-            "or none to confirm"
+        yield Capability(
+            "positions",
+            PARTIAL,
+            "attention has none, because the default of --position-embedding-type is none and no "
+            f"{ordering} layer carries the order of tokens",
+            "give --position-embedding-type rope, or none to confirm",
         )
+
+
+def _recomputation(config: RunConfig, device: torch.device) -> Capability:
+    """Return which activations the backward pass recomputes."""
+    memory, layers = config.memory, len(config.model.layer_types)
+    whole = sum(map(memory.recomputes_layer, range(layers)))
+    saved = "only the input of each is saved"
+    if memory.recomputes_layers and memory.layers_per_unit > 1:
+        saved = f"in groups of {memory.layers_per_unit}: only the input of each group is saved"
+    symbols = config.model.hybrid_layer_pattern
+    parts = of_layers(
+        (module, symbols.count(RECOMPUTED_IN[module]) if module in RECOMPUTED_IN else layers)
+        for module in memory.modules
+    )
+    useless = useless_recomputation(config, device)
+    not_counted = "MFU does not count recomputed operations"
+    everything = "every activation that the backward pass needs is saved"
+    cure = f"leave {EXPERT_ACTIVATION} out of {MODULES}"
+    return row(
+        "recomputation",
+        (memory.recomputes_layers, ON, f"{whole} of {layers} layers, {saved}; {not_counted}"),
+        (not memory.modules, OFF, everything, "--recompute-granularity reduces memory"),
+        (useless, PARTIAL, f"{parts}; {not_counted}; {useless}", cure),
+        (True, ON, f"{parts}; {not_counted}"),
+    )
+
+
+def of_layers(parts: Iterable[tuple[str, int]]) -> str:
+    """Return parts of layers as text, each with its number of layers."""
+    return ", ".join(f"{part} of {n} layer{'s' if n > 1 else ''}" for part, n in parts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,11 @@ class Optimizer:
         device, layout = buffers.device, buffers.layout
         self._owned = [buffers.owned_span(bucket) for bucket in layout.buckets]
         self._norm_group = norm_group or buffers.ownership.group
-        paired = [self._has_pairs(bucket.part) for bucket in layout.buckets]
+        # The masters of these buckets are their weights and remainders.
+        paired = [
+            self.precision.remainders and bucket.part.dtype == torch.bfloat16
+            for bucket in layout.buckets
+        ]
         sizes = [end - start for start, end in self._owned]
         of_pairs = [size for size, pair in zip(sizes, paired) if pair]
         self.remainders = torch.zeros(sum(of_pairs), dtype=torch.int16, device=device)
@@ -189,16 +193,9 @@ class Optimizer:
         cls,
         buffers: FlatBuffers,
         config: OptimizerConfig,
-        *,
-        norm_group: dist.ProcessGroup | None = None,
-        copies: Mapping[BufferPart, int] | None = None,
-        counted_elsewhere: Sequence[tuple[int, int]] = (),
-        params_norm: bool = False,
-        count_zeros_of: int | None = None,
-        spikes: SpikeDetector | None = None,
-        precision: StatePrecision = FLOAT32_STATE,
+        **others: Any,
     ) -> Optimizer:
-        """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
+        """Build an optimizer with the values of ``config``; ``others`` are those of `Optimizer`."""
         return cls(
             buffers,
             beta1=config.adam_beta1,
@@ -207,14 +204,8 @@ class Optimizer:
             weight_decay=config.weight_decay,
             weight_decay_changes=config.weight_decay_changes,
             clip_grad=config.clip_grad,
-            norm_group=norm_group,
-            copies=copies,
-            counted_elsewhere=counted_elsewhere,
-            params_norm=params_norm,
-            count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
-            spikes=spikes,
-            precision=precision,
+            **others,
         )
 
     def _counted(
@@ -351,10 +342,6 @@ class Optimizer:
         for bucket, master in self._low_masters:
             master.copy_(self.buffers.owned_params(bucket))
         self.remainders.zero_()
-
-    def _has_pairs(self, part: BufferPart) -> bool:
-        """Return whether the masters of a part are its weights and remainders."""
-        return self.precision.remainders and part.dtype == torch.bfloat16
 
     def _stands_apart(self, part: BufferPart) -> bool:
         """Return whether slices of a part have tensors that those of float32 parameters lack."""

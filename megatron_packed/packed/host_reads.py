@@ -117,7 +117,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
         name = getattr(func, "__name__", "")
-        on_device = [tensor for tensor in tensors if not self._is_on_host(tensor)]
+        on_device = [tensor for tensor in tensors if _storage(tensor) not in self._on_host]
         what = _read(name, args, kwargs) if on_device else None
         if what is not None:
             self._note(what)
@@ -137,9 +137,6 @@ class _Watch(TorchFunctionMode):
         }
         self._on_host[_storage(value.cu_seqlens_cpu)] = value.cu_seqlens_cpu
         return _WatchedPackedSeqParams(**fields, note=self._note)
-
-    def _is_on_host(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._on_host
 
 
 def _read(name: str, args: Any, kwargs: Mapping[str, Any]) -> str | None:

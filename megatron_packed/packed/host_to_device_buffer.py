@@ -50,7 +50,7 @@ class BufferLayout:
         for name, dtype, shape in fields:
             section = BufferSection(name=name, dtype=dtype, shape=shape, start=end)
             sections.append(section)
-            end = _round_up(end + section.num_bytes)
+            end = -(-(end + section.num_bytes) // ALIGNMENT) * ALIGNMENT
         return cls(sections=tuple(sections), num_bytes=end)
 
     def allocate(self) -> Tensor:
@@ -77,7 +77,3 @@ class BufferLayout:
             raw = buffer[section.start : section.start + section.num_bytes]
             views[section.name] = raw.view(section.dtype).view(section.shape)
         return views
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_packed.checkpoint.errors import printable_message
@@ -204,7 +204,7 @@ class MlflowService:
     flags: Sequence[str] = ()
     name: str = "MLflow"
     _client: Any = None
-    _run: Any = field(default=None)
+    _run: Any = None
 
     def start(self) -> str:
         import mlflow

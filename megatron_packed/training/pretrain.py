@@ -25,7 +25,7 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
-from megatron_packed.explain.run_description import describe, gradient_warning, name_kernels
+from megatron_packed.explain.run_description import describe, name_kernels
 from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
 from megatron_packed.inputs.stored_files import files_of_start
@@ -333,11 +333,7 @@ def _check_model(launch: Launch, data: RunData, job: Job) -> dict[str, str]:
         detail=console.detail,
     )
     documents = most_documents(data)
-    kernels = name_kernels(
-        config, groups.device, documents, detail=console.detail, warn=console.warn
-    )
-    if sentence := gradient_warning(config, groups.dp.size):
-        console.warn(sentence)
+    kernels = name_kernels(config, groups, documents, detail=console.detail, warn=console.warn)
     # Run the test before graphs are captured, because its tensors have other shapes.
     if config.training.isolation_self_test:
         self_test(config, groups, job.model, console, documents)

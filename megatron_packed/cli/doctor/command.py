@@ -10,12 +10,12 @@ missing or slow optional package is no failure.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from megatron_packed import __version__
@@ -182,7 +182,10 @@ def _package(package: Package, answers: ProbeAnswers) -> Capability:
     absent = "absent" in answer
     missing, install = f"not installed; for {package.use}", package.command
     again = f"pip uninstall -y {package.name}; {install}"
-    gains = kernels.get("device") == "cuda" and any(itertools.starmap(_is_faster, choices))
+    gains = kernels.get("device") == "cuda" and any(
+        backend in takewhile(choice["chosen"].__ne__, choice["reasons"])
+        for _, backend, choice in choices
+    )
     working, failed = _outcomes(package.kernels, answers)
     reasons = [reason for _, name, choice in choices for reason in choice["reasons"].get(name, [])]
     finding = row(
@@ -203,12 +206,6 @@ def _package(package: Package, answers: ProbeAnswers) -> Capability:
     )
     found, instead = version or answer.get("version", ""), ", ".join(dict.fromkeys(others))
     return finding._replace(found=found, instead=instead)
-
-
-def _is_faster(op: str, backend: str, choice: dict[str, Any]) -> bool:
-    """Return whether an op prefers a backend to its present choice."""
-    names = list(choice["reasons"])
-    return backend in names and names.index(backend) < names.index(choice["chosen"])
 
 
 def _outcomes(

@@ -38,8 +38,21 @@ _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 def machine_findings() -> list[Capability]:
     """Return findings about shared memory, limits, the clock and the filter of system calls."""
-    checks = (_driver, _shared_memory, _locked_memory, _open_files, _clock, _system_calls)
-    return [check() for check in checks]
+    locked = (
+        "InfiniBand registers its buffers under this limit; it does not matter on a single host"
+    )
+    low = Capability("locked memory", SLOW, locked, "ulimit -l unlimited")
+    few = Capability(
+        "open files", SLOW, "many ranks, shards and workers need more", "ulimit -n 65536"
+    )
+    return [
+        _driver(),
+        _shared_memory(),
+        _limit(low, resource.RLIMIT_MEMLOCK, LOCKED_MEMORY, _GIB, " GiB"),
+        _limit(few, resource.RLIMIT_NOFILE, FILES),
+        _clock(),
+        _system_calls(),
+    ]
 
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> Capability:
@@ -67,18 +80,6 @@ def _shared_memory(path: str = "/dev/shm") -> Capability:  # noqa: S108
         "docker run --shm-size=16g"
     )
     return Capability(name, SLOW, detail, f"mount -o remount,size=16G {path}", sizes)
-
-
-def _locked_memory() -> Capability:
-    why = "InfiniBand registers its buffers under this limit; it does not matter on a single host"
-    low = Capability("locked memory", SLOW, why, "ulimit -l unlimited")
-    return _limit(low, resource.RLIMIT_MEMLOCK, LOCKED_MEMORY, _GIB, " GiB")
-
-
-def _open_files() -> Capability:
-    why = "many ranks, shards and workers need more"
-    low = Capability("open files", SLOW, why, "ulimit -n 65536")
-    return _limit(low, resource.RLIMIT_NOFILE, FILES)
 
 
 def _limit(low: Capability, kind: int, least: int, unit: int = 1, suffix: str = "") -> Capability:

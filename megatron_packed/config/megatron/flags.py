@@ -111,10 +111,6 @@ def _other_spec(values: tuple[str, ...], run: RunConfig) -> str:
     )
 
 
-def _several_texts(values: tuple[str, ...], run: RunConfig) -> str:
-    return "" if len(values) == 1 else "takes one value"
-
-
 def _bf16_gradients(values: tuple[str, ...], run: RunConfig) -> str:
     """Return a problem if the optimizer would read bf16. `--grad-reduce-in-bf16` has priority."""
     if run.parallel.main_grads_dtype != "bf16":
@@ -139,7 +135,7 @@ _DIFFERS: Mapping[str, Differs] = {
     "--group-query-attention": _no_query_groups,
     "--spec": _other_spec,
     "--optimizer-cuda-graph": _eager_update,
-    LAYERS_OF_A_DEPTH: _several_texts,
+    LAYERS_OF_A_DEPTH: lambda values, run: "" if len(values) == 1 else "takes one value",
     "--accumulate-allreduce-grads-in-fp32": _bf16_gradients,
     "--null-tokenizer-pad-id": lambda values, run: "",
     "--check-for-spiky-loss": _spikes_ignored,

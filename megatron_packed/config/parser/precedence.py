@@ -144,13 +144,13 @@ class GivenOptions:
 
     def _answer_trainer_flag(self, name: str, texts: Sequence[str], shown: str = "") -> bool:
         """Refuse a flag or a key of another trainer with its cure; return False for other names."""
-        from megatron_packed.config.trainer_flags import answer, flags_in
+        from megatron_packed.config.trainer_flags import FLAG, answer
 
         problem = answer(name, texts, shown or name)
         if problem is None:
             return False
         self.problems.append(problem)
-        flags = (flag for flag in flags_in(problem) if flag in spellings())
+        flags = (flag for flag in FLAG.findall(problem.cure) if flag in spellings())
         self.expect(spellings()[flag].field.key for flag in flags)
         return True
 

@@ -13,17 +13,15 @@ from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.logging import LoggingConfig
 
 if TYPE_CHECKING:
-    from megatron_packed.config.run import RunConfig
+    pass
 
 PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def _loads_weights(run: RunConfig, processes: int) -> bool:
-    return any(run.checkpoint.starts)
-
-
 SAVES, LOADS = option_given("checkpoint.save"), option_given("checkpoint.load")
-LOADS_WEIGHTS = Condition("no checkpoint is loaded", _loads_weights)
+LOADS_WEIGHTS = Condition(
+    "no checkpoint is loaded", lambda run, processes: any(run.checkpoint.starts)
+)
 RESUMES = Condition(
     "--finetune loads only the weights", lambda run, processes: not run.checkpoint.finetune
 )

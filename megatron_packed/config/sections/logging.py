@@ -10,15 +10,12 @@ from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 
 if TYPE_CHECKING:
-    from megatron_packed.config.run import RunConfig
-
-
-def _answers_prompts(run: RunConfig, processes: int) -> bool:
-    return run.training.valid_metric is not None or run.logging.sample_prompts is not None
+    pass
 
 
 ANSWERED_PROMPTS = Condition(
-    "neither --sample-prompts nor --valid-metric is given", _answers_prompts
+    "neither --sample-prompts nor --valid-metric is given",
+    lambda run, _: (run.training.valid_metric or run.logging.sample_prompts) is not None,
 )
 WANDB = option_given("logging.wandb_project")
 MLFLOW = option_given("logging.mlflow_experiment")

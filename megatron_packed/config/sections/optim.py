@@ -229,6 +229,7 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
         not_built=_NOT_BUILT_MOMENTS,
         only_if=TRAINS,
         resume="optimizer state",
+        needs=Related("use_precision_aware_optimizer"),
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
@@ -237,6 +238,7 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
         not_built=_NOT_BUILT_MOMENTS,
         only_if=TRAINS,
         resume="optimizer state",
+        needs=Related("use_precision_aware_optimizer"),
     )
     moment_rounding: str = option(
         "stochastic",
@@ -314,17 +316,6 @@ class OptimizerConfig(  # dataclass fields follow the bases from right to left
                 "give the number of iterations of the final decay",
             )
         yield from self._weight_decay_rules(sound)
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if (
-                sound("use_precision_aware_optimizer", name)
-                and not self.use_precision_aware_optimizer
-                and getattr(self, name) != "fp32"
-            ):
-                yield self.problem(
-                    name,
-                    "needs --use-precision-aware-optimizer",
-                    "give it, or leave this option out",
-                )
 
     def _weight_decay_rules(self, sound: Sound) -> Problems:
         """Yield problems of a rising weight decay; the limits are Megatron's."""

@@ -35,6 +35,7 @@ def _fills_spike_window(run: RunConfig, processes: int) -> bool:
 FILLED_SPIKE_WINDOW = Condition(
     "the run ends before half of --loss-spike-window is filled", _fills_spike_window
 )
+SPIKES = TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW
 REPLICAS_OR_MASTERS = Condition(
     "no two ranks have the same weights, and fp32 weights have no masters",
     lambda run, processes: run.training.bf16 or has_replicas(run, processes),
@@ -210,19 +211,19 @@ class ExactnessOptions(Section, group="precision and exactness"):
         unit="iterations",
         minimum=2,
         maximum=4096,
-        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
+        only_if=SPIKES,
     )
     loss_spike_factor: float = option(
         3.0,
         "Multiple of the running median above which a loss is a spike.",
         above=1,
-        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
+        only_if=SPIKES,
     )
     grad_norm_spike_factor: float = option(
         10.0,
         "Multiple of the running median above which a gradient norm, before clipping, is a spike.",
         above=1,
-        only_if=(TRAINS, option_is_not("training.loss_spike_policy", "off"), FILLED_SPIKE_WINDOW),
+        only_if=SPIKES,
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -185,15 +185,6 @@ def flags_for(choice: Expected, impl: str) -> list[str]:
     if choice.method != "balanced":
         arguments += [flags.MAX_DOCUMENTS_PER_PACK, str(choice.capacities[-1])]
     return arguments
-
-
-def packings_of(
-    packer: Packer, lengths: Int64Array, methods: Sequence[str], seed: int
-) -> list[Packing]:
-    """Pack the first epoch by each of ``methods``, with the other rules of ``packer``."""
-    return [
-        Packing.of_first_epoch(replace(packer, method=method), lengths, seed) for method in methods
-    ]
 
 
 def capacities_to_measure(packings: Sequence[Packing], requested: Sequence[int]) -> list[int]:

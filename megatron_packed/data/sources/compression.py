@@ -105,10 +105,6 @@ def _plain(raw: Any) -> Iterator[bytes]:
         yield block
 
 
-def _gzip(raw: IO[bytes]) -> Iterator[bytes]:
-    return _plain(gzip.GzipFile(fileobj=raw, mode="rb"))
-
-
 def _zstd(raw: IO[bytes]) -> Iterator[bytes]:
     if sys.version_info >= (3, 14):
         from compression import zstd
@@ -156,7 +152,7 @@ def _zstd_error() -> type[Exception]:
 
 _READERS: dict[str | None, Callable[[IO[bytes]], Iterator[bytes]]] = {
     None: _plain,
-    "gzip": _gzip,
+    "gzip": lambda raw: _plain(gzip.GzipFile(fileobj=raw, mode="rb")),
     "zstd": _zstd,
     "bzip2": lambda raw: _streams(raw, bz2.BZ2Decompressor),
     "xz": lambda raw: _streams(raw, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY)),

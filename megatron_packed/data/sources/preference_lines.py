@@ -6,8 +6,6 @@ The refusal names the ``--data-fields`` that train on the accepted answers.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_packed.data.errors import BadLine
 from megatron_packed.data.sources.line_fields import data_fields_flag, with_optional
 from megatron_packed.data.sources.line_messages import has_messages, is_dialogue, is_message
@@ -81,7 +79,8 @@ def _fields_of_chosen(line: JsonObject) -> _Pairs:
     if has_messages(chosen) or is_message(chosen):
         if asking is not None and has_messages(prompt):
             return [("prompt", asking), ("completion", "chosen")]
-        if asking is not None and isinstance(prompt, str) and _is_alone(chosen):
+        alone = is_message(chosen) or len(chosen) == 1
+        if asking is not None and isinstance(prompt, str) and alone:
             message = chosen if is_message(chosen) else chosen[0]
             name = "content" if "content" in message else "value"
             path = f"chosen{'' if is_message(chosen) else '.0'}.{name}"
@@ -92,11 +91,6 @@ def _fields_of_chosen(line: JsonObject) -> _Pairs:
     if asking == "prompt":
         return [("prompt", "prompt"), ("completion", "chosen")]
     return with_optional(line, [("instruction", asking), ("output", "chosen")])
-
-
-def _is_alone(chosen: Any) -> bool:
-    """Return True for one message, alone or in a list."""
-    return is_message(chosen) or len(chosen) == 1
 
 
 def _fields_of_answer(line: JsonObject) -> _Pairs:

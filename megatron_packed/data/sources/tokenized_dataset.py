@@ -306,10 +306,6 @@ class _Contents:
             identity += ["special tokens", TOKENS]
         return _key_of(identity)
 
-    def earlier_key(self) -> str:
-        """Return the name of the cache directory in versions before `DATA_RULES`."""
-        return _key_of(self._identity(_SHORTENING_BEFORE))
-
     def _identity(self, shortening: int) -> list[object]:
         identity: list[object] = [
             CACHE_FORMAT,
@@ -343,7 +339,9 @@ class _Contents:
 
     def _open_earlier(self, root: Path) -> TokenizedDataset | None:
         """Open the tokens that an earlier version left under ``root``; None if there are none."""
-        dataset = opened(root / self.earlier_key(), TokenizedDataset)
+        # The name of the cache directory in versions before `DATA_RULES`.
+        key = _key_of(self._identity(_SHORTENING_BEFORE))
+        dataset = opened(root / key, TokenizedDataset)
         if dataset is not None:
             return self.checked(dataset)
         if self.options.show_progress:

@@ -96,7 +96,10 @@ class Tokenizer(Protocol):
 
 
 class InProcess:
-    """Base class of tokenizers that run in this process, with the usual attributes."""
+    """Base class of tokenizers that run in this process, with the usual attributes.
+
+    A class has `encode` or `encode_batch` of its own, and the other one calls it.
+    """
 
     prefix_ids: tuple[int, ...] = ()
     splits_cleanly = True
@@ -104,7 +107,7 @@ class InProcess:
     tool_chat_template: str | None = None
 
     def encode(self, text: str, *, special: bool = False) -> TokenIds:
-        raise NotImplementedError
+        return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         return [self.encode(text, special=special) for text in texts]

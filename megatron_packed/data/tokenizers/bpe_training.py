@@ -120,7 +120,10 @@ def train_bpe(
     key = _key(files, paths, vocab_size, training_bytes, share, fields)
     directory = Path(cache_root) / f"tokenizer-{key}"
     if not build_missing and opened(directory, HuggingFaceTokenizer) is None:
-        raise _untrained(files, cache_root)
+        raise NotTokenizedError(
+            f"the tokenizer of {', '.join(map(str, files))} is not trained yet: {cache_root} does not "
+            "contain it; `megatron-packed packing` with the flags of the run trains it."
+        )
 
     def build(temporary: Path) -> None:
         unusable: list[str] = []
@@ -149,13 +152,6 @@ def from_stored(text: str) -> HuggingFaceTokenizer:
         DataError: the text is no tokenizer.json of such a tokenizer.
     """
     return HuggingFaceTokenizer.from_text(text, _NAMED, Path(TOKENIZER_JSON))
-
-
-def _untrained(files: Sequence[Path], cache_root: str | Path) -> NotTokenizedError:
-    return NotTokenizedError(
-        f"the tokenizer of {', '.join(map(str, files))} is not trained yet: {cache_root} does not "
-        "contain it; `megatron-packed packing` with the flags of the run trains it."
-    )
 
 
 def _key(

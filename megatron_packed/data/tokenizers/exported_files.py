@@ -121,11 +121,6 @@ def files_of_bytes(tokenizer: ByteTokenizer, chat_template: str | None) -> Files
     return {TOKENIZER_JSON: engine.to_str(pretty=True), CONFIG: config}
 
 
-def files_of_sentencepiece(path: Path) -> Files:
-    """Return the model file of a SentencePiece tokenizer, without settings."""
-    return {"tokenizer.model": path}
-
-
 def _byte_characters() -> dict[int, str]:
     """Return the character that stands for each byte in the vocabulary of a byte-level BPE.
 

@@ -112,9 +112,6 @@ class SentencePieceTokenizer(InProcess):
             sorted(self.special_tokens.items()),
         )
 
-    def encode(self, text: str, *, special: bool = False) -> TokenIds:
-        return self.encode_batch([text], special=special)[0]
-
     def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
         if special:
             return [self.encode_with_offsets(text, special=True)[0] for text in texts]

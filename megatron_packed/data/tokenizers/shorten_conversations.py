@@ -366,9 +366,10 @@ class _Shortener:
         # After other text the question may have a few more tokens than alone.
         most = len(tokenizer.encode(question)) + _NEAR_MISS
         first = max(answer - most, start)
-        while first < answer and _ends_with(
-            tokenizer.decode(document.ids[first + 1 : answer]), question
-        ):
+        while first < answer:
+            between = tokenizer.decode(document.ids[first + 1 : answer])
+            if not between.rstrip().endswith(question.strip()):
+                break
             first += 1
         return _Layout(document, answer, [(start, first, _ASKED)])
 
@@ -590,10 +591,6 @@ def _lowered(lengths: Int64Array, room: int) -> Int64Array:
     lowered = np.minimum(lengths, level)
     lowered[np.flatnonzero(lengths > level)[: room - int(lowered.sum())]] += 1
     return lowered
-
-
-def _ends_with(text: str, end: str) -> bool:
-    return text.rstrip().endswith(end.strip())
 
 
 def _without_what_follows(document: EncodedDocument) -> EncodedDocument:

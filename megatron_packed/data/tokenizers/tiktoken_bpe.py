@@ -160,7 +160,9 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
     """
     is_json = data.lstrip()[:1] == b"["
     try:
-        entries = _json_entries(data) if is_json else _lines(data)
+        entries: Iterable[tuple[Any, Any]] = _lines(data)
+        if is_json:
+            entries = ((entry["rank"], entry["token_bytes"]) for entry in json.loads(data))
         pairs = [(int(rank), base64.b64decode(content, validate=True)) for rank, content in entries]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise DataError(
@@ -178,10 +180,6 @@ def _read_vocabulary(file: Path, data: bytes) -> list[bytes]:
             f"{file} is not a tiktoken vocabulary: two ranks have the same bytes; give another file."
         )
     return sequences
-
-
-def _json_entries(data: bytes) -> Iterable[tuple[Any, Any]]:
-    return ((entry["rank"], entry["token_bytes"]) for entry in json.loads(data))
 
 
 def _lines(data: bytes) -> Iterable[tuple[Any, Any]]:

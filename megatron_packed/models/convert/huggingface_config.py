@@ -15,7 +15,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.layer_pattern import DEPTH
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.decoder import KEYS_OF_DERIVED
+from megatron_packed.models.convert.families.decoder import KEYS_OF_DERIVED, pattern_of
 from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.field_types import (
     FIELD_TYPES,
@@ -102,7 +102,7 @@ def model_of(
     rotary = "rope_scaling" if inside.get("rope_scaling") else "rope_parameters"
     try:
         fields = family.spelled(fields)
-        main = family.pattern(fields)
+        main = pattern_of(family, fields)
         parts = _depths(fields, family, depths) if depths else {}
     except ValueError as error:
         raise CheckpointError(str(error), path=path) from None

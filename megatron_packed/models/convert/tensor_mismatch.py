@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_packed.checkpoint.errors import CheckpointError
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.family import OUTPUT, TABLE
-from megatron_packed.models.convert.weight_rows import Shape, Weight, their_shapes
+from megatron_packed.models.convert.weight_rows import Shape, Weight
 
 QUANTISED_CURE = (
     "take the model in bf16, which is often published beside the quantised one, or dequantise the "
@@ -45,7 +45,7 @@ def check_tensors(
         CheckpointError: tensors are missing, extra or of another shape; the message lists every
             problem.
     """
-    expected = their_shapes(weights)
+    expected = {part.name: part.shape for weight in weights.values() for part in weight.parts}
     tables = [weights[name].parts[0].name for name in (TABLE, OUTPUT) if name in weights]
     problems = _resized(shapes_in_files, expected, tables, model)
     resized = tables if problems else []

@@ -20,7 +20,12 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.serialise import as_given
-from megatron_packed.models.convert.families.decoder import MULTIPLIERS, ROPE_SCALING, plain_window
+from megatron_packed.models.convert.families.decoder import (
+    MULTIPLIERS,
+    ROPE_SCALING,
+    pattern_of,
+    plain_window,
+)
 from megatron_packed.models.convert.families.family import Family
 from megatron_packed.models.convert.families.registry import FAMILIES, WRITTEN
 from megatron_packed.models.convert.huggingface_config import entries_for
@@ -218,7 +223,7 @@ def _has_pattern(family: Family, pattern: str) -> bool:
 def _derived_values(family: Family, model: ModelConfig) -> Iterator[str]:
     """Yield options that a new config.json would not give back, with both values."""
     fields = family.spelled(_model_fields(family, model))
-    pattern = family.pattern(fields)
+    pattern = pattern_of(family, fields)
     if pattern != model.main_layers:
         pattern_flag = f"{model.flag('hybrid_layer_pattern')} {model.main_layers}"
         yield f"{pattern_flag} (the family has {pattern})"

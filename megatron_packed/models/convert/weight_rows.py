@@ -233,8 +233,3 @@ def their_shape(name: str, shape: Shape, rows: int, count: int) -> Shape:
     if count == 1 and len(shape) > 2:
         return shape
     return (rows, shape[-1]) if len(shape) > 1 else (rows,)
-
-
-def their_shapes(weights: Mapping[str, Weight]) -> dict[str, Shape]:
-    """Return the shape of every Hugging Face tensor by name."""
-    return {part.name: part.shape for weight in weights.values() for part in weight.parts}

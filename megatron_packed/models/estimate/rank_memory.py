@@ -19,7 +19,6 @@ from megatron_packed.distributed.flat_buffers import ALIGN_BYTES
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.low_precision_sums import MOST_UNDER_WAY
 from megatron_packed.distributed.zero1_layout import FlatLayout
-from megatron_packed.layers.attention import Rotary
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.models.estimate.live_memory import Peak
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, StepMemory, Work
@@ -122,13 +121,16 @@ def estimate(
     # Fused products and shared experts run on a second stream too, each on one of its own, and
     # cuBLAS has a workspace for each stream.
     beside = any(layer.mixer.overlaps_shared_expert for layer in model.moe_layers)
+    # Frozen parameters are outside of the flat buffers.
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    rotary = () if model.rotary is None else (model.rotary.cos_PR, model.rotary.sin_PR)
     workspaces = DETERMINISTIC_WORKSPACES * (1 + bool(symmetric) + beside)
     return Estimate(
         static=Static(
-            parameters=parameter_bytes(layout) + _frozen_bytes(model),
+            parameters=parameter_bytes(layout) + frozen,
             gradients=gradient_bytes(layout, tail, rounds_once=rounds_once),
             optimizer=optimizer_bytes(layout, precision) if with_optimizer else 0,
-            tables=_rotary_bytes(model.rotary) + work.tokens * BYTES_PER_SLOT,
+            tables=sum(table.nbytes for table in rotary) + work.tokens * BYTES_PER_SLOT,
             workspaces=workspaces if model.backends.deterministic else 0,
         ),
         peak=replace(peak, amounts={kind: peak.amounts.get(kind, 0) for kind in DEVICE}),
@@ -161,11 +163,6 @@ def gradient_bytes(layout: FlatLayout, tail: int, *, rounds_once: bool) -> int:
     return full + layout.low_numel * low + ALIGN_BYTES + second
 
 
-def _frozen_bytes(model: HybridModel) -> int:
-    """Return the bytes of the parameters that are outside of the flat buffers."""
-    return sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-
-
 def optimizer_bytes(layout: FlatLayout, precision: StatePrecision = FLOAT32_STATE) -> int:
     """Return the bytes of optimizer state that one rank owns; equal on all ranks.
 
@@ -192,10 +189,6 @@ def _wide(layout: FlatLayout) -> torch.dtype:
         if any(part.dtype == torch.float64 for part in layout.parts)
         else torch.float32
     )
-
-
-def _rotary_bytes(rotary: Rotary | None) -> int:
-    return 0 if rotary is None else rotary.cos_PR.nbytes + rotary.sin_PR.nbytes
 
 
 def communicators_of(groups: ParallelGroups) -> int:

@@ -15,7 +15,6 @@ from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.config.run import RunConfig
 from megatron_packed.explain import kernel_reasons, run_description
-from megatron_packed.explain.capabilities import kernel_row
 from megatron_packed.explain.kernel_reasons import (
     LABELS,
     MEASURED,
@@ -24,6 +23,7 @@ from megatron_packed.explain.kernel_reasons import (
     chosen_kernels,
     kernel_block,
     kernel_names,
+    kernel_row,
     slow_kernel_warnings,
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
@@ -181,12 +181,13 @@ def test_kernels_are_chosen_for_packs_of_many_documents(monkeypatch):
     monkeypatch.setattr(run_description, "check_kernels", check)
     warnings: list[str] = []
     printers = {"detail": lambda text: None, "warn": warnings.append}
+    groups = SimpleNamespace(device=CPU, world_size=1)
     for capture_sizes in (None, SimpleNamespace(largest=8), SimpleNamespace(largest=64)):
         data = SimpleNamespace(
             capture_sizes=capture_sizes, packing=SimpleNamespace(documents_max=30)
         )
         assert (
-            run_description.name_kernels(config_of("*"), CPU, most_documents(data), **printers)[
+            run_description.name_kernels(config_of("*"), groups, most_documents(data), **printers)[
                 "attention"
             ]
             == "reference"
@@ -194,8 +195,9 @@ def test_kernels_are_chosen_for_packs_of_many_documents(monkeypatch):
     assert asked == [30, 30, 64]
     warnings.clear()
     forced = config_of("E", ("--moe-router-force-load-balancing",))
-    run_description.name_kernels(forced, CPU, most_documents(data), **printers)
+    run_description.name_kernels(forced, groups, most_documents(data), **printers)
     assert [text for text in warnings if "does not learn to route" in text] == warnings != []
+    assert warnings[0].endswith("; leave --moe-router-force-load-balancing out")
 
 
 @pytest.mark.parametrize(
@@ -214,28 +216,34 @@ def test_attention_without_positions_is_a_warning_unless_it_is_chosen(pattern, f
     least = f"--hybrid-layer-pattern {pattern} --hidden-size 16 --num-attention-heads 2 --lr 1 --mamba-num-groups 1 "
     least += "--mamba-head-dim 8 --seq-length 16 --train-iters 1 --mock-data "
     config = RunConfig.from_args((least + flags).split())
-    found = list(run_description._model_warnings(config))
-    assert [text.split(",")[0] for text in found] == ["attention has no positions"] * warned
+    rows = run_description.warned_capabilities(config, CPU, 1)
+    assert [row.name for row in rows if row.state == "partial"] == ["positions"] * warned
     # A program that creates a configuration has chosen all values.
-    assert not list(run_description._model_warnings(replace(config, origins=None)))
+    rows = run_description.warned_capabilities(replace(config, origins=None), CPU, 1)
+    assert [row.name for row in rows] == ["recomputation"]
 
 
 def test_many_additions_in_bf16_are_a_warning():
     least = "--hybrid-layer-pattern - --hidden-size 16 --lr 1 --seq-length 16 --train-iters 1 --mock-data"
     words = [*least.split(), "--global-batch-size", "512"]
     low = RunConfig.from_args([*words, "--bf16", "--grad-reduce-in-bf16"], global_batch_size=512)
-    assert "512 micro-batches in bf16" in run_description.gradient_warning(low, 1)
-    assert "128 micro-batches in bf16" in run_description.gradient_warning(low, 4)
-    assert not run_description.gradient_warning(low, 8)
+
+    def said(config, processes):
+        rows = run_description.warned_capabilities(config, CPU, processes)
+        return [row.text for row in rows if row.name == "sums of gradients"]
+
+    assert "512 micro-batches in bf16" in said(low, 1)[0]
+    assert "128 micro-batches in bf16" in said(low, 4)[0]
+    assert not said(low, 8)
     for more in (["--bf16"], ["--grad-reduce-in-bf16"]):
-        assert not run_description.gradient_warning(RunConfig.from_args([*words, *more]), 1)
+        assert not said(RunConfig.from_args([*words, *more]), 1)
 
 
 def test_the_block_is_short_and_names_come_in_order():
     config = config_of("GM*-E")
     names = kernel_names(config, chosen_kernels(config, CPU))
     on_gpus = (LABELS["dense_mlp"], LABELS["residual_projection"])
-    listed = [x or "gated delta rule" for x in dict.fromkeys(LABELS.values()) if x not in on_gpus]
+    listed = [x for x in dict.fromkeys(LABELS.values()) if x not in on_gpus]
     assert list(names) == listed
     lines = kernel_block(names).splitlines()
     assert lines[0].startswith(
@@ -303,25 +311,29 @@ def test_a_plain_reference_on_a_gpu_is_a_warning_with_its_factor_and_the_cure(h2
     }
     attention, scan = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert attention == (
-        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200): "
-        "flash_attn_4 cannot be used: No module named 'flash_attn_4'; pip install --pre flash-attn-4."
+        "attention runs reference, plain PyTorch, taking 56 times as long as flash_attn_4 (measured on an H200); "
+        "faster backends cannot be used: flash_attn_4: No module named 'flash_attn_4'; "
+        "transformer_engine: No module named 'transformer_engine'; flex: No module named 'flex'; "
+        "flash_attn_2: No module named 'flash_attn_2'; torch_varlen: No module named "
+        "'torch_varlen'; pip install --pre flash-attn-4."
     )
     assert scan == (
-        "scan runs reference, plain PyTorch, taking 13 times as long as triton (measured on an H200): triton "
-        "cannot be used: No module named 'triton'; pip install triton."
+        "scan runs reference, plain PyTorch, taking 13 times as long as triton (measured on an H200); "
+        "faster backends cannot be used: triton: No module named 'triton'; mamba_ssm: No module "
+        "named 'mamba_ssm'; pip install triton."
     )
     # No warnings on a CPU, where the references are the intended kernels.
     assert slow_kernel_warnings(chosen_kernels(config, GPU), CPU) == []
-    # --explain gives the same advice.
+    # --explain says the same.
     for kernel, warning in zip(filter(is_plain, chosen_kernels(config, GPU)), (attention, scan)):
-        assert warning.endswith(f"; {kernel_row(kernel, GPU).fix}.")
+        assert warning == f"{kernel.label} runs {kernel_row(kernel, GPU).text}."
 
 
 def test_a_reference_that_an_option_names_is_slow_too(h200):
     config = config_of(bf16=True, device="auto", attention_backend="sdpa", deterministic_mode=True)
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
     assert said.endswith(
-        "is not measured: --attention-backend selects it; leave --attention-backend out."
+        "is not measured; --attention-backend selects it; leave --attention-backend out."
     )
     config = replace(config, training=replace(config.training, deterministic_mode=False))
     (said,) = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
@@ -345,14 +357,10 @@ def test_a_run_in_float32_is_advised_bf16(h200, monkeypatch):
     )
     config = config_of("*E", device="auto")
     attention, product, act = slow_kernel_warnings(chosen_kernels(config, GPU), GPU)
-    assert attention.endswith(
-        ": transformer_engine cannot be used: it takes bfloat16, not torch.float32; add --bf16."
-    )
-    assert product.endswith(
-        ": quack_joined cannot be used: it takes bfloat16, not torch.float32; add --bf16."
-    )
+    assert attention.endswith("; torch_varlen: it takes bfloat16, not torch.float32; add --bf16.")
+    assert product.endswith("; grouped_mm: it takes bfloat16, not torch.float32; add --bf16.")
     assert act.endswith(
-        "7.8 times as long as triton (measured on an H200): it is a part of the reference of the grouped product."
+        "7.8 times as long as triton (measured on an H200); it is a part of the reference of the grouped product."
     )
 
 

@@ -18,10 +18,9 @@ from megatron_packed.explain import kernel_reasons
 from megatron_packed.explain.capabilities import (
     capabilities,
     graph_capabilities,
-    kernel_row,
     parallel_capabilities,
 )
-from megatron_packed.explain.kernel_reasons import Kernel, chosen_kernels
+from megatron_packed.explain.kernel_reasons import Kernel, chosen_kernels, kernel_row
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.explain.report import PlannedRun
 from megatron_packed.inputs.known_data import known_data
@@ -90,7 +89,8 @@ def test_the_states_of_a_plain_run_on_a_cpu():
     assert of_state["partial"] == {"device", *kernels} - {"kernel adamw"} and len(kernels) > 10
     running = {"precision", "determinism", "isolation self-test", "layers", "kernel adamw"}
     assert of_state["on"] == running
-    assert {"CUDA graphs", "offload", "data parallelism", "checkpoints"} < of_state["off"]
+    outputs = {"validation", "checkpoints"}
+    assert {"CUDA graphs", "offload", "data parallelism", *outputs} < of_state["off"]
     assert sum(map(len, of_state.values())) == len(found)
 
 
@@ -554,10 +554,7 @@ def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
     more = "--lr-warmup-fraction 0.1 --eval-interval 10 --save-interval 15 --global-batch-size 4"
     argv = [*data_of(tmp_path), *more.split(), "--save", str(tmp_path / "run")]
     text = explain(parse(argv, world_size=1))
-    assert text.startswith(
-        "This run would start on 1 process (CPU), layer by layer, without CUDA graphs, from "
-        "scratch.\n\ndata    "
-    )
+    assert text.startswith("This run would start on 1 process (CPU), from scratch.\n\ndata    ")
     before = said(argv)
     assert "not tokenised yet" in before["data"] and "--split 90,10" in before["data"]
     assert before["batch"] == (
@@ -565,10 +562,10 @@ def test_the_report_begins_with_the_verdict_and_the_run(tmp_path):
         "the other and adds up the gradients."
     )
     assert before["steps"] == (
-        "30 steps. The learning rate rises to 0.001 in 3 steps and falls to 0 by the end (linear). "
-        "A validation every 10 steps (3 in all). A checkpoint every 15 steps (2 in all), in "
-        f"{tmp_path / 'run'}."
+        "30 steps. The learning rate rises to 0.001 in 3 steps and falls to 0 by the end (linear)."
     )
+    assert re.search(r"\nvalidation +on +every 10 steps \(3 in all\)\n", text)
+    assert re.search(r"\ncheckpoints +on +every 15 steps \(2 in all\),", text)
     assert "of optimizer state" in before["memory"]
     config = parse(argv, world_size=1)
     open_documents(config.data, ByteTokenizer(), validates=False, show=False)

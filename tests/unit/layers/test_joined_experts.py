@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_packed.config.sections.memory import MemoryConfig
-from megatron_packed.explain import capabilities, run_description
+from megatron_packed.explain import run_description
 from megatron_packed.explain.kernel_reasons import chosen_kernels
 from megatron_packed.explain.op_requests import useless_recomputation
 from megatron_packed.layers.backends import Backends
@@ -260,10 +261,11 @@ def test_a_run_lists_the_choice_with_its_reason(joined, memory, reason):
 def test_a_useless_recomputation_is_reported(joined, device, memory, useless):
     config = bf16_run("*E", memory=memory)
     device, warnings = torch.device(device), []
-    run_description.name_kernels(config, device, 2, detail=lambda text: None, warn=warnings.append)
-    start = "--recompute-modules moe_act saves no memory: without it the experts run quack_joined"
-    assert [text for text in warnings if text.startswith(start)] == warnings[-1:] * useless
-    row = capabilities._recomputation(config, device)
+    groups = SimpleNamespace(device=device, world_size=1)
+    run_description.name_kernels(config, groups, 2, detail=lambda text: None, warn=warnings.append)
+    row = next(run_description.warned_capabilities(config, device, 1))
+    said = [text for text in warnings if "saves no memory: without it the experts run" in text]
+    assert said == [f"recomputation: {row.detail}; {row.fix}"] * useless
     assert (row.state, bool(row.fix)) == (("partial", True) if useless else ("on", False))
     assert ("moe_act saves no memory" in row.detail) == useless
 

@@ -66,12 +66,13 @@ def test_a_measured_layer_is_not_used_for_one_with_an_adapter() -> None:
 @pytest.mark.parametrize(("rate", "warned"), [("1e-5", True), ("5e-5", False), ("2e-4", False)])
 def test_a_low_learning_rate_of_adapters_is_a_warning(rate: str, warned: bool) -> None:
     config = config_of(f"--lora-rank 4 --lr {rate} --position-embedding-type rope")
-    found = list(run_description._model_warnings(config))
-    assert [text.partition(" of full")[0] for text in found] == [
-        "adapters usually need about 10 times the learning rate"
+    _, *found = run_description.warned_capabilities(config, torch.device("cpu"), 1)
+    assert [(row.name, row.state, row.detail.partition(" of full")[0]) for row in found] == [
+        ("learning rate", "partial", "adapters usually need about 10 times the learning rate")
     ] * warned
     alone = config_of(f"--lr {rate} --position-embedding-type rope")
-    assert not list(run_description._model_warnings(alone))
+    (recomputation,) = run_description.warned_capabilities(alone, torch.device("cpu"), 1)
+    assert recomputation.state == "off"
 
 
 def test_explain_says_what_adapters_change() -> None:

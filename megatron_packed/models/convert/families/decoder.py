@@ -9,7 +9,7 @@ from typing import Any
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.layer_pattern import MOST_LAYERS
 from megatron_packed.config.sections.model import ModelConfig
-from megatron_packed.models.convert.families.family import Fields
+from megatron_packed.models.convert.families.family import Family, Fields
 from megatron_packed.models.convert.families.field_types import shown_value
 from megatron_packed.models.convert.families.symbols import ATTENTION, MAMBA
 
@@ -181,19 +181,19 @@ def hidden_layers(fields: Fields) -> int:
     return layers
 
 
-def repeated_pattern(fields: Fields, block: str) -> str:
-    """Return the pattern of a model with the same block in every layer."""
-    return block * hidden_layers(fields)
+def pattern_of(family: Family, fields: Fields) -> str:
+    """Return the layer pattern of a model; raises ValueError with a sentence."""
+    return family.pattern(fields) if family.pattern else family.blocks[0] * hidden_layers(fields)
 
 
-def typed_pattern(fields: Fields, symbols: Mapping[str, str], after: str, key: str) -> str:
-    """Return the pattern of a model whose config.json lists the kind of every layer.
+def typed_pattern(fields: Fields, symbols: Mapping[str, str], after: str) -> str:
+    """Return the pattern of a model whose ``layer_types`` list the kind of every layer.
 
     Args:
         symbols: symbol of each word of the list.
         after: symbol of the layer after each mixer.
-        key: key of the list.
     """
+    key = "layer_types"
     layers, number = fields.get(key), hidden_layers(fields)
     if not isinstance(layers, list) or len(layers) != number:
         raise ValueError(

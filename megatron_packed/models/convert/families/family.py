@@ -93,8 +93,10 @@ class Family:
     """Class of transformers that reads the model; empty if no new config.json is written."""
     spelled: Callable[[Fields], Fields]
     """Function that flattens the fields to the keys of the tables and fills in derived values."""
-    pattern: Callable[[Fields], str]
-    """Function that returns the layer pattern; raises ValueError with a sentence."""
+    pattern: Callable[[Fields], str] | None = None
+    """Function that returns the layer pattern; raises ValueError with a sentence. By default, all
+    layers are the only one of `blocks`.
+    """
     blocks: tuple[str, ...]
     """Layers of ours that one Hugging Face layer can be."""
     fixed: Mapping[str, Mapping[str, Any]]

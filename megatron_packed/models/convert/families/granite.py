@@ -138,7 +138,7 @@ BAMBA = Family(
     model_type="bamba",
     architecture="BambaForCausalLM",
     spelled=_bamba_spelled,
-    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP),
     blocks=(MAMBA + MLP, ATTENTION + MLP),
     fixed={
         "": RMS_NORM_SWIGLU,
@@ -207,7 +207,7 @@ def _granite_spelled(fields: Fields) -> Fields:
 
 def _granite_pattern(fields: Fields) -> str:
     after = MOE if fields["num_local_experts"] else MLP
-    return typed_pattern(fields, _WORDS, after, "layer_types")
+    return typed_pattern(fields, _WORDS, after)
 
 
 def _granite_derive(fields: Fields, pattern: str) -> dict[str, Any]:

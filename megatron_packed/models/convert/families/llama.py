@@ -18,7 +18,6 @@ from megatron_packed.models.convert.families.decoder import (
     SIZES,
     WINDOW,
     flat_rotary,
-    repeated_pattern,
     rope_scaling,
     rope_scaling_rules,
     rope_scaling_written,
@@ -78,7 +77,6 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     spelled=lambda fields: flat_rotary(fields, {"rope_theta": 10_000.0}),
-    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MLP),
     blocks=(ATTENTION + MLP,),
     fixed={
         "": {
@@ -122,7 +120,6 @@ MIXTRAL = replace(
     spelled=lambda fields: flat_rotary(
         fields, {"rope_theta": 1_000_000.0, "num_key_value_heads": 8}
     ),
-    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
     blocks=(ATTENTION + MOE,),
     options={
         **LLAMA.options,
@@ -309,7 +306,6 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     spelled=lambda fields: flat_rotary(fields, {**_QWEN_DEFAULTS, "num_key_value_heads": 4}),
-    pattern=lambda fields: repeated_pattern(fields, ATTENTION + MOE),
     blocks=(ATTENTION + MOE,),
     options={
         **LLAMA.options,

@@ -10,7 +10,6 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.models.convert.families.decoder import (
     MAMBA_NORM,
     mamba_norm_epsilon,
-    repeated_pattern,
 )
 from megatron_packed.models.convert.families.family import (
     LIBRARY,
@@ -52,7 +51,6 @@ MAMBA2 = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     spelled=lambda fields: fields,
-    pattern=lambda fields: repeated_pattern(fields, MAMBA),
     blocks=(MAMBA,),
     fixed={"": {"normalization": "RMSNorm"}},
     options={

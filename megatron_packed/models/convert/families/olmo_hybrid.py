@@ -119,7 +119,7 @@ OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
     spelled=_spelled,
-    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP),
     blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
     fixed={
         "": RMS_NORM_SWIGLU,

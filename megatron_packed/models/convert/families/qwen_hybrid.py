@@ -206,7 +206,7 @@ QWEN3_5_TEXT = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     spelled=lambda fields: _spelled(fields, 4),
-    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP, "layer_types"),
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MLP),
     blocks=(GATED_DELTA_NET + MLP, ATTENTION + MLP),
     fixed={
         "": {
@@ -257,7 +257,7 @@ QWEN3_5_MOE_TEXT = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     spelled=lambda fields: _spelled(fields, 2),
-    pattern=lambda fields: typed_pattern(fields, _WORDS, MOE, "layer_types"),
+    pattern=lambda fields: typed_pattern(fields, _WORDS, MOE),
     blocks=(GATED_DELTA_NET + MOE, ATTENTION + MOE),
     depths=_depths(MOE),
     fixed={**QWEN3_5_TEXT.fixed, MOE: {"moe_shared_expert_gate": True}},

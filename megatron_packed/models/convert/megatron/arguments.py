@@ -195,7 +195,8 @@ def _gpt_blocks(args: Mapping[str, Any]) -> list[str]:
     if isinstance(frequency, list):
         kinds = frequency
     else:
-        kinds = _every(count, _count({"moe_layer_freq": frequency}, "moe_layer_freq", least=1))
+        interval = _count({"moe_layer_freq": frequency}, "moe_layer_freq", least=1)
+        kinds = [layer % interval == 0 for layer in range(count)]
     if len(kinds) != count:
         raise ValueError(f"moe_layer_freq has {len(kinds)} layers, but num_layers is {count}")
     return [ATTENTION + (MOE if kind else MLP) for kind in kinds]
@@ -214,10 +215,6 @@ def _count(args: Mapping[str, Any], name: str, *, least: int) -> int:
             f"{name} is {shown}, not a whole number from {least} to {MOST_GPT_LAYERS:,}"
         )
     return value
-
-
-def _every(count: int, frequency: int) -> list[int]:
-    return [int(layer % frequency == 0) for layer in range(count)]
 
 
 def _grouped(args: Mapping[str, Any]) -> bool:

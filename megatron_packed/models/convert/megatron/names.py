@@ -127,11 +127,14 @@ def first_of(texts: list[str], most: int) -> list[str]:
 def new_weights(config: ModelConfig, dtype: torch.dtype) -> list[tuple[Weight, dict[str, str]]]:
     """Return every parameter, with the name in a new hybrid checkpoint of each of its parts."""
 
-    def new_name(part: str) -> str:
-        return _choices(part, config, "", gpt=False)[0].tensor
-
     return [
-        (weight, {part.name: new_name(part.name) for part in weight.parts})
+        (
+            weight,
+            {
+                part.name: _choices(part.name, config, "", gpt=False)[0].tensor
+                for part in weight.parts
+            },
+        )
         for weight in _weights(model_on_meta(config, dtype), config)
     ]
 
