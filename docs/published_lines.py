@@ -14,7 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_packed.config.megatron.bridge_settings import LORA_FLAGS, as_flag, with_adapters
+from megatron_packed.config.megatron.bridge_settings import (
+    LORA_FLAGS,
+    flag_of_setting,
+    with_adapters,
+)
 from megatron_packed.config.megatron.model_config_file import read_model_config
 
 TESTS = "tests/functional_tests/test_cases"
@@ -225,4 +229,4 @@ def _as_words(key: str, value: list[str] | bool, flags: frozenset[str]) -> list[
         return ["--bf16"]
     if key == "activation_func" and isinstance(value, list):
         return value
-    return as_flag(key, value, flags)
+    return flag_of_setting(key, value, flags)

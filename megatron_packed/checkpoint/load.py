@@ -286,7 +286,7 @@ def no_checkpoint(path: StrPath, step: Step, best_step: int | None) -> NoCheckpo
         return NoCheckpointError(
             "is a folder of PEFT, and no checkpoint",
             path=path,
-            cure="convert it with megatron-packed convert --from-peft, and name the result",
+            cure=f"convert it with megatron-packed convert {flags.FROM_PEFT}, and name the result",
         )
     if step != BEST:
         at = "" if step is None else f" of step {step}"

@@ -214,7 +214,7 @@ class FlopCounter:
         trained = self.parameters.multiplied - self.parameters.multiplied_frozen
         return (6.0 * trained + 4.0 * self.parameters.multiplied_frozen) * tokens
 
-    def repeated(self, tokens: int) -> float:
+    def repeated_work(self, tokens: int) -> float:
         """Return the operations of forward and backward pass with weights that a token used before."""
         return (3.0 * self.repeated_per_token - self.frozen_repeated_per_token) * tokens
 

@@ -1,4 +1,4 @@
-"""Settings of Megatron-Bridge as flags: its recipes, and the lines of its ``run_recipe.py``.
+"""Settings of Megatron-Bridge as flags: its recipes, and the lines of its ``run_recipe``.
 
 A setting such as ``train.train_iters=100`` is the flag of Megatron-LM with the same name. Settings
 of adapters (LoRA) have no flag in Megatron-LM; they become those of this project.
@@ -59,7 +59,7 @@ _SETTING = re.compile(r"(?:(\w+)\.)(?:\w+\.)*(\w+)=(.*)", re.DOTALL)
 _NONE = ("null", "None", "")
 
 
-def as_flag(key: str, value: list[str] | bool, flags: Container[str]) -> list[str]:
+def flag_of_setting(key: str, value: list[str] | bool, flags: Container[str]) -> list[str]:
     """Return a setting as a flag with its values; empty if it has no flag.
 
     Args:
@@ -92,7 +92,7 @@ def with_adapters(words: Sequence[str], settings: Mapping[str, list[str]]) -> li
 
 
 def words_of_bridge(words: Sequence[str], flags: Container[str]) -> list[str]:
-    """Return the words of a line of ``run_recipe.py`` with flags in place of its settings.
+    """Return the words of a line of ``run_recipe`` with flags in place of its settings.
 
     Lines of other programs stay as they are. ``--mode lora`` becomes the flags of adapters, and so
     does a recipe whose name contains ``peft``.
@@ -118,7 +118,7 @@ def words_of_bridge(words: Sequence[str], flags: Container[str]) -> list[str]:
     result = [word for word in rest if not _SETTING.fullmatch(word)]
     for match in settings:
         if match not in of_adapters:
-            result += as_flag(match[2], _value(match[3]), flags)
+            result += flag_of_setting(match[2], _value(match[3]), flags)
     if mode == "lora":
         return with_adapters(result, dict(map(_lora_setting, of_adapters)))
     if mode == "dora" or of_adapters:

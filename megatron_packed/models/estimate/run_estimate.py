@@ -360,7 +360,7 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         six_n_t=counter.six_n_t(tokens),
         multiplied_parameters=counter.parameters.multiplied,
         multiplied_frozen=counter.parameters.multiplied_frozen,
-        repeated=counter.repeated(tokens),
+        repeated=counter.repeated_work(tokens),
     )
 
 

@@ -159,9 +159,9 @@ def test_six_n_t_agrees_where_there_are_only_matrix_products(frozen):
     pattern = "----/-/-" if frozen.pop("mtp", False) else "----"
     config = cases.tiny_config(pattern, hidden_size=256, ffn_hidden_size=1024, **frozen)
     counter = FlopCounter(config, cases.VOCAB)
-    found = counter.six_n_t(100) + counter.repeated(100)
+    found = counter.six_n_t(100) + counter.repeated_work(100)
     assert found == pytest.approx(counter.training([100]).total, rel=1e-3)
-    assert (counter.repeated(100) > 0) == ("/" in pattern)
+    assert (counter.repeated_work(100) > 0) == ("/" in pattern)
     assert counter.six_n_t(100) == 100 * (
         6 * counter.parameters.multiplied - 2 * counter.parameters.multiplied_frozen
     )
