@@ -168,8 +168,9 @@ def page(result: Mapping[str, Any]) -> str:
             "script is replaced by a small file.",
             "A use is one flag on one line. A use counts as accepted if this project takes the flag "
             "with its value. GPT models get the layer pattern of Megatron-LM's migration guide, `*-` "
-            "or `*E` for each layer. The recipes named `peft` train adapters (LoRA) in Megatron-Bridge, "
-            "which no flag says; their lines train all weights.",
+            "or `*E` for each layer. The recipes named `peft` train adapters (LoRA). Their settings of "
+            "Megatron-Bridge become flags `--lora-*`, and `--transformer-impl` becomes `local`, because the "
+            "layers of TransformerEngine have no adapters in this project.",
             f"This project takes {_taken(hybrid)} of {len(hybrid)} hybrid lines as they are. "
             f"{len(possible)} need no feature that this project does not have, and {_taken(possible)} "
             "of these are taken.",

@@ -14,6 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_packed.config.megatron.bridge_settings import (
+    LORA_FLAGS,
+    flag_of_setting,
+    with_adapters,
+)
 from megatron_packed.config.megatron.model_config_file import read_model_config
 
 TESTS = "tests/functional_tests/test_cases"
@@ -109,23 +114,6 @@ def _without(words: tuple[str, ...], flag: str) -> tuple[str, ...]:
     return words[:at] + words[at + 2 :]
 
 
-RENAMED = {
-    "num_moe_experts": "--num-experts",
-    "max_lr": "--lr",
-    "use_te_rng_tracker": "--te-rng-tracker",
-    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
-    "fully_parallel_save": "--ckpt-fully-parallel-save",
-    "random_seed": "--seed",
-    "skip_getting_attention_mask_from_dataset": "--no-create-attention-mask-in-dataloader",
-}
-"""Settings whose flag has another name."""
-SWITCHED_OFF = {
-    "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
-    "masked_softmax_fusion": "--no-masked-softmax-fusion",
-    "apply_rope_fusion": "--no-rope-fusion",
-    "mmap_bin_files": "--no-mmap-bin-files",
-}
-"""Settings that a flag switches off."""
 NAMED_VALUES = {
     "squared_relu": "--squared-relu",
     "float32": "fp32",
@@ -155,7 +143,9 @@ def recipe_lines(root: Path, flags: frozenset[str]) -> Iterator[PublishedLine]:
                 settings = _settings(tree, common | functions)
                 if function.startswith("_") or "hybrid_layer_pattern" not in settings:
                     continue  # a part of a recipe, or a model that is not literal
-                words = [word for key in settings for word in _as_flag(key, settings[key], flags)]
+                words = [word for key in settings for word in _as_words(key, settings[key], flags)]
+                if "_peft_" in function:
+                    words = with_adapters(words, _lora_settings(tree, common))
                 data = next(data for kind, data in RECIPE_DATA.items() if f"_{kind}_" in function)
                 recipe = function.removesuffix("_config")
                 yield PublishedLine("Megatron-Bridge", recipe, tuple(words), (*DEFAULTS, *data))
@@ -189,6 +179,30 @@ def _settings(
     return found
 
 
+def _lora_settings(
+    function: ast.FunctionDef, common: Mapping[str, ast.FunctionDef]
+) -> dict[str, list[str]]:
+    """Return the literal settings of adapters in a recipe.
+
+    They are those of ``LoRA(...)`` in the part that all recipes share, and the list of matrices that
+    the recipe assigns to a variable.
+    """
+    found: dict[str, list[str]] = {}
+    for tree in (common["_peft_common"], function):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "LoRA":
+                pairs = [(keyword.arg or "", keyword.value) for keyword in node.keywords]
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                pairs = [(node.targets[0].id.removeprefix("mamba_"), node.value)]
+            else:
+                continue
+            for key, expression in pairs:
+                value = _value(expression)
+                if key in LORA_FLAGS and isinstance(value, list):
+                    found[key] = value
+    return found
+
+
 def _set(found: dict[str, list[str] | bool], key: str, node: ast.expr) -> None:
     value = _value(node)
     if value is None:
@@ -210,14 +224,9 @@ def _value(node: ast.expr) -> list[str] | bool | None:
     return [NAMED_VALUES[name]] if name in NAMED_VALUES else None
 
 
-def _as_flag(key: str, value: list[str] | bool, flags: frozenset[str]) -> list[str]:
+def _as_words(key: str, value: list[str] | bool, flags: frozenset[str]) -> list[str]:
     if key == "mixed_precision":
         return ["--bf16"]
     if key == "activation_func" and isinstance(value, list):
         return value
-    if value is False:
-        return [SWITCHED_OFF[key]] if key in SWITCHED_OFF else []
-    flag = RENAMED.get(key, "--" + key.replace("_", "-"))
-    if flag not in flags:
-        return []
-    return [flag] if value is True else [flag, *value]
+    return flag_of_setting(key, value, flags)

@@ -59,6 +59,8 @@ BEST: Literal["best"] = "best"
 """Value of ``step`` for the step that the newest checkpoint names in `BEST_STEP`."""
 Step = int | Literal["best"] | None
 """Step of the checkpoint to load; None for the newest one."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a folder of adapters that PEFT saved."""
 _CURE = "load from another directory, or restore an intact copy"
 
 
@@ -280,6 +282,12 @@ def no_checkpoint(path: StrPath, step: Step, best_step: int | None) -> NoCheckpo
     Args:
         best_step: the step number; None if ``step`` is None or no checkpoint names a best step.
     """
+    if os.path.lexists(os.path.join(path, ADAPTER_CONFIG)):
+        return NoCheckpointError(
+            "is a folder of PEFT, and no checkpoint",
+            path=path,
+            cure=f"convert it with megatron-packed convert {flags.FROM_PEFT}, and name the result",
+        )
     if step != BEST:
         at = "" if step is None else f" of step {step}"
         return NoCheckpointError(

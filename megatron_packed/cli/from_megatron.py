@@ -11,7 +11,9 @@ code is then 2. Flags of the model that the file does not give are listed if the
 Values of variables such as DATA_PATH come from the file and from the environment. Other variables
 stay in the command and are named. A GPT model's --num-layers becomes a layer pattern: attention and
 an MLP, or experts, for each layer. If the file has --data-path and --eval-interval but no validation
-data, the command gets Megatron-LM's default --split 969,30,1. Nothing in the file is executed.
+data, the command gets Megatron-LM's default --split 969,30,1. Settings of Megatron-Bridge after
+run_recipe.py become flags, and its --mode lora the flags of adapters. A recipe itself is not read,
+so the flags of its model are missing. Nothing in the file is executed.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from megatron_packed.cli.megatron_outcomes import (
 )
 from megatron_packed.cli.megatron_script import read_script
 from megatron_packed.config.errors import printable
+from megatron_packed.config.megatron.bridge_settings import words_of_bridge
+from megatron_packed.config.megatron.flags import REFUSAL_OF, TAKEN
 from megatron_packed.config.megatron.gpt_layers import NUM_LAYERS, pattern_of_words
 from megatron_packed.config.megatron.model_config_file import (
     VARIABLE,
@@ -73,10 +77,11 @@ def from_megatron_command(arguments: argparse.Namespace, run_flags: Sequence[str
         yaml = arguments.file.endswith((".yaml", ".yml"))
         read = read_model_config if yaml else read_script
         line = read(arguments.file, os.environ)
+        words = words_of_bridge(line.arguments, {*spellings(), *TAKEN, *REFUSAL_OF})
     except ValueError as error:
         raise UsageError(f"{arguments.file}: {error}.") from None
-    added = split_of(line.arguments)
-    argv, replaced = _with_pattern([*line.arguments, *added])
+    added = split_of(words)
+    argv, replaced = _with_pattern([*words, *added])
     outcome = line_outcome(argv, _processes(line.launcher))
     show("\n".join([*_heading(arguments.file, line, outcome), "", *_command(line, outcome), ""]))
     show("\n".join(_outcomes(outcome)))

@@ -329,11 +329,6 @@ def _lines(
         f"Lengths: {run.source}.",
     ]
     lines += _step_lines(run.work, world_size)
-    if parameters.frozen:
-        lines.append(
-            "Forward pass and gradients of the hidden state count for all weights, and gradients of "
-            "weights for trained ones alone."
-        )
     return lines
 
 
@@ -409,11 +404,20 @@ def _six_n_t_sentence(work: StepWork) -> str:
     }
     parts = [f"{name} ({share * amount:.1f} %)" for name, amount in left_out.items() if amount]
     without = f" It leaves out {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}."
-    return (
-        f"The approximation 6 N T gives {work.six_n_t:.4g} FLOPs, {share * work.six_n_t:.1f} % of that. It counts 6 "
-        f"for each of N = {work.multiplied_parameters:,} active parameters and each of T = {work.tokens:,} tokens. "
-        f"N has norms, but no table that is only looked up.{without if parts else ''}"
+    all_parameters, frozen = work.multiplied_parameters, work.multiplied_frozen
+    sum_of, counted = "6 N T", f"6 for each of N = {all_parameters:,} active parameters"
+    if frozen:
+        sum_of = "4 F T + 6 N T"
+        counted = (
+            f"4 for each of F = {frozen:,} frozen parameters that a token uses, whose own gradients are "
+            f"not computed, 6 for each of N = {all_parameters - frozen:,} trained ones,"
+        )
+    sentence = (
+        f"The approximation {sum_of} gives {work.six_n_t:.4g} FLOPs, {share * work.six_n_t:.1f} % of that. It counts "
+        f"{counted} and each of T = {work.tokens:,} tokens. "
+        f"{'F' if frozen else 'N'} has norms, but no table that is only looked up.{without if parts else ''}"
     )
+    return f"{sentence} MFU counts frozen weights in the same way." if frozen else sentence
 
 
 def _table(ranks: dict[str, Estimate]) -> list[str]:

@@ -38,8 +38,8 @@ Recomputation (``--recompute-granularity``) does not count: these are the operat
 as Megatron counts them.
 
 ``six_n_t`` is the usual estimate ``6 N T`` for comparison, with N active parameters that take part
-in products, and T tokens. It ignores attention scores, the scan, and further uses of weights by
-multi-token prediction.
+in products, and T tokens; a frozen parameter counts 4 in place of 6. It ignores attention scores, the
+scan, and further uses of weights by multi-token prediction.
 """
 
 from __future__ import annotations
@@ -117,26 +117,23 @@ class FlopCounter:
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         model = complete_model(config, vocab_size)
         layers = [
-            (active_elements(weight, config), uses)
+            (2 * active_elements(weight, config), uses, weight.requires_grad)
             for weight, uses in uses_in_layers(model).items()
         ]
-        output, outputs = model.output_weight.numel(), 1 + config.mtp_depths
-        self.projections_per_token = 2 * sum(active * uses for active, uses in layers)
-        self.output_per_token = 2 * output * outputs
-        self.frozen_projections_per_token = 2 * sum(
-            active_elements(weight, config) * uses
-            for weight, uses in uses_in_layers(model).items()
-            if not weight.requires_grad
+        outputs = 1 + config.mtp_depths
+        of_output = (2 * model.output_weight.numel(), outputs, model.output_weight.requires_grad)
+        self.projections_per_token = sum(work * uses for work, uses, _ in layers)
+        self.output_per_token = of_output[0] * outputs
+        self.frozen_projections_per_token = sum(
+            work * uses for work, uses, trained in layers if not trained
         )
         """Part of ``projections_per_token`` that belongs to frozen weights."""
-        self.frozen_output_per_token = (
-            0 if model.output_weight.requires_grad else self.output_per_token
-        )
-        self.repeated_per_token = 2 * (
-            sum(active * (uses - 1) for active, uses in layers) + output * (outputs - 1)
-        )
+        self.frozen_output_per_token = 0 if of_output[2] else self.output_per_token
+        repeated = [(work * (uses - 1), trained) for work, uses, trained in [*layers, of_output]]
+        self.repeated_per_token = sum(work for work, _ in repeated)
         """Operations with weights that the token has used before: those of multi-token prediction."""
-        self.multiplied_parameters = count_parameters(config, vocab_size).multiplied
+        self.frozen_repeated_per_token = sum(work for work, trained in repeated if not trained)
+        self.parameters = count_parameters(config, vocab_size)
         self.per_pair: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
         """Operations per visible pair of a layer -> window, or None -> number of layers."""
         self.scan_per_token = 0
@@ -213,8 +210,13 @@ class FlopCounter:
         )
 
     def six_n_t(self, tokens: int) -> float:
-        """Return ``6 N T``, the usual estimate of forward and backward pass."""
-        return 6.0 * self.multiplied_parameters * tokens
+        """Return ``6 N T``, the usual estimate of forward and backward pass, with 4 for frozen ones."""
+        trained = self.parameters.multiplied - self.parameters.multiplied_frozen
+        return (6.0 * trained + 4.0 * self.parameters.multiplied_frozen) * tokens
+
+    def repeated_work(self, tokens: int) -> float:
+        """Return the operations of forward and backward pass with weights that a token used before."""
+        return (3.0 * self.repeated_per_token - self.frozen_repeated_per_token) * tokens
 
 
 def visible_pairs(length: NDArray[np.float64], window: int | None) -> float:

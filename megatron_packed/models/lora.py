@@ -39,16 +39,13 @@ from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved
 from megatron_packed.models.convert.trained_config import family_for
 from megatron_packed.models.convert.weight_rows import layer_prefix, loaded_path, parts_of
 from megatron_packed.models.lora_targets import (
+    TABLES,
     Weights,
     adapted_matrices,
     names_of,
     projection_of,
     whole_parameters,
 )
-
-TABLES = {"embedding": "embed_tokens", "output": "lm_head"}
-"""Usual Hugging Face names of the tables, for messages."""
-
 
 Made = TypeVar("Made", Lora, ExpertLora)
 

@@ -23,6 +23,8 @@ from megatron_packed.layers.kinds.registry import MIXERS
 
 PATTERN = frozenset("*?[")
 """Characters of which a shell pattern has at least one."""
+TABLES = {"embedding": "embed_tokens", "output": "lm_head"}
+"""Usual Hugging Face names of the tables, for messages."""
 _NAMED = 4
 """Number of names that a refusal shows as examples."""
 
@@ -186,19 +188,18 @@ def whole_parameters(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     }
     problems = []
     for pattern in [pattern for pattern, found in matches.items() if not found]:
-        tied = " (tied tables have the name embedding.weight)" if "output" in pattern else ""
-        examples = ", ".join(every[:: max(len(every) // _NAMED, 1)][:_NAMED])
-        problems.append(
-            Problem(
-                flags.LORA_MODULES_TO_SAVE,
-                pattern,
-                f"matches the name of no parameter{tied}, for example {examples}",
-                did_you_mean(
-                    nearest(pattern, every),
-                    "give a shell pattern of complete names, such as 'output.*'",
-                ),
-            )
+        table = next((own for own, theirs in TABLES.items() if theirs in pattern), "")
+        of_output = "output" in (table, pattern.partition(".")[0])
+        tied = " (tied tables have the name embedding.weight)" if of_output else ""
+        cure = did_you_mean(
+            nearest(pattern, every), "give a shell pattern of complete names, such as 'output.*'"
         )
+        if table:
+            there = table if any(name.startswith(f"{table}.") for name in every) else "embedding"
+            cure = f"give '{there}.*'"
+        examples = ", ".join(every[:: max(len(every) // _NAMED, 1)][:_NAMED])
+        rule = f"matches the name of no parameter{tied}, for example {examples}"
+        problems.append(Problem(flags.LORA_MODULES_TO_SAVE, pattern, rule, cure))
     if problems:
         raise ConfigError(problems)
     return set().union(*matches.values())

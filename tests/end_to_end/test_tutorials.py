@@ -16,7 +16,16 @@ from support.runs import REPOSITORY
 from support.slurm_jobs import job_number
 
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
-PAGES = ("first_run", "sft", "published", "pretrain", "capacities", "multi_node", "fallback")
+PAGES = (
+    "first_run",
+    "sft",
+    "published",
+    "lora",
+    "pretrain",
+    "capacities",
+    "multi_node",
+    "fallback",
+)
 ON_THEIR_OWN = ("first_run", "sft", "pretrain")
 FEWER = (
     "--train-iters 3 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --global-batch-size 2 "
@@ -37,6 +46,14 @@ SAID = {
         "models/tuned: written",
         "model.safetensors differ",
         "transformers answers:",
+    ],
+    "lora": [
+        "adapters of rank 16 (scale 2): ",
+        "step 3/3",
+        "runs/lora/plot.html",
+        "adapter: written",
+        "PEFT answers:",
+        "model.safetensors differ",
     ],
     "pretrain": [
         "written: data/python_text_document.bin, .idx and .crc32c",
@@ -159,8 +176,10 @@ def type_into_shell(script: str, checkout: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_tutorial(page: str, checkout: Path) -> None:
-    if page == "published":
+    if page in ("published", "lora"):
         pytest.importorskip("transformers")
+    if page == "lora":
+        pytest.importorskip("peft")
     prepared = blocks("sft") if page not in ON_THEIR_OWN else []
     before = [block for block in prepared if block.startswith(("bash .ci", "mkdir", "cat >"))]
     typed = [smaller(block) for block in blocks(page)]

@@ -22,7 +22,9 @@ class ParameterCount:
     """Parameters of an embedding table that is only looked up; 0 if it is tied to the output."""
 
     frozen: int = 0
-    """Parameters that are not trained (``--freeze-params``)."""
+    """Parameters that are not trained (``--freeze-params``, ``--lora-rank``)."""
+    multiplied_frozen: int = 0
+    """Part of ``multiplied`` that is not trained."""
 
     @property
     def multiplied(self) -> int:
@@ -38,11 +40,16 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
             ``config.padded_vocab_size(vocab_size)`` rows.
     """
     model = complete_model(config, vocab_size)
+    looked_up = None if model.output is None else model.embedding.weight
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return ParameterCount(
         total=model.num_parameters,
         active=sum(active_elements(parameter, config) for parameter in model.parameters()),
-        embedding=0 if model.output is None else model.embedding.weight.numel(),
-        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        embedding=0 if looked_up is None else looked_up.numel(),
+        frozen=sum(parameter.numel() for parameter in frozen),
+        multiplied_frozen=sum(
+            active_elements(parameter, config) for parameter in frozen if parameter is not looked_up
+        ),
     )
 
 

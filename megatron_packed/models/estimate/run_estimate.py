@@ -317,9 +317,11 @@ class StepWork:
     flops: Mapping[str, float]
     """Kind of work -> FLOPs of forward and backward of a step, over all ranks."""
     six_n_t: float
-    """The estimate ``6 N T`` of these FLOPs."""
+    """The estimate ``6 N T`` of these FLOPs, with 4 in place of 6 for frozen parameters."""
     multiplied_parameters: int
     """N of this estimate: active parameters that take part in products."""
+    multiplied_frozen: int
+    """Part of N that is frozen."""
     repeated: float
     """FLOPs with weights that ``6 N T`` counts once and a token uses several times."""
 
@@ -356,8 +358,9 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         tokens=tokens,
         flops={described.name: getattr(flops, described.name) for described in fields(flops)},
         six_n_t=counter.six_n_t(tokens),
-        multiplied_parameters=counter.multiplied_parameters,
-        repeated=3.0 * counter.repeated_per_token * tokens,
+        multiplied_parameters=counter.parameters.multiplied,
+        multiplied_frozen=counter.parameters.multiplied_frozen,
+        repeated=counter.repeated_work(tokens),
     )
 
 

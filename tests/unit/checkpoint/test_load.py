@@ -208,6 +208,12 @@ def test_a_folder_without_checkpoints_is_refused_with_a_cure(tmp_path, folder, f
             read(tmp_path / folder)
 
 
+def test_a_folder_of_peft_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(NoCheckpointError, match=r"is a folder of PEFT.*convert --from-peft"):
+        newest_checkpoint(tmp_path)
+
+
 def test_a_file_of_another_size_has_the_cure_of_a_reader(tmp_path, tools):
     """A save has another cure: the ranks may not share the directory."""
     state = tools.make_state()

@@ -79,9 +79,11 @@ def without_redirections(words: list[str]) -> list[str]:
 
 def check_run_flags(words: list[str]) -> None:
     """Check that every flag exists and its value can be read; named files of flags are read."""
-    for word in words:
-        name = Path(word.removeprefix("@"))
-        if word.startswith("@") and not name.exists():
+    named = [Path(word.removeprefix("@")) for word in words if word.startswith("@")]
+    for name in named:
+        if name.exists():
+            named += map(Path, re.findall(r"^@(\S+)$", name.read_text(), re.MULTILINE))
+        else:
             name.parent.mkdir(parents=True, exist_ok=True)
             name.write_text(RUN)
     assert [str(problem) for problem in gather(words).problems] == []

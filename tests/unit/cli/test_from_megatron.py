@@ -129,6 +129,74 @@ def test_the_output_is_a_script_that_runs_the_same_flags(case, tmp_path, capsys)
     assert ran.stdout.splitlines() == ["Ring", "train", *expected] and not ran.stderr
 
 
+BRIDGE = (
+    "torchrun run_recipe.py --recipe nemotronh_4b_{kind}_1gpu_config --lr 1e-4 "
+    "train.train_iters=9 model.sequence_parallel=false model.num_moe_experts=4 dataset.unknown.key=1 "
+    "model.masked_softmax_fusion=False model.transformer_impl=transformer_engine {more}\n"
+)
+SETTINGS = ["--train-iters", "9", "--num-experts", "4", "--no-masked-softmax-fusion"]
+
+
+def bridge_line(tmp_path, capsys, kind: str, more: str) -> list[str]:
+    """Return the words of the command for a line of Megatron-Bridge."""
+    path = tmp_path / "train.sh"
+    path.write_text(BRIDGE.format(kind=kind, more=more))
+    assert main(["from-megatron", str(path)]) == 2
+    command = capsys.readouterr().out.partition("megatron-packed train")[2].partition("\n\n")[0]
+    return [word for word in shlex.split(command) if word.strip()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "adapters"),
+    [
+        (
+            "peft",
+            "",
+            "--lora-rank 32 --lora-alpha 32 --lora-dropout 0.0 --lora-init xavier "
+            "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2 in_proj out_proj",
+        ),
+        (
+            "sft",
+            "--mode lora peft.dim=8 peft.alpha=16 peft.dropout=0.1 'peft.target_modules=[in_proj, linear_qkv]'",
+            "--lora-rank 8 --lora-alpha 16 --lora-dropout 0.1 --lora-init xavier "
+            "--lora-target-modules in_proj linear_qkv",
+        ),
+    ],
+)
+def test_a_line_of_megatron_bridge_gets_flags_of_adapters(
+    tmp_path, capsys, kind, more, adapters
+) -> None:
+    """Settings of a recipe become flags. The layers are local, which alone have adapters."""
+    words = bridge_line(tmp_path, capsys, kind, more)
+    implementation = ["--transformer-impl", "local"]
+    assert words == ["--lr", "1e-4", *SETTINGS, *implementation, *adapters.split()]
+
+
+def test_a_line_of_megatron_bridge_may_train_all_weights(tmp_path, capsys) -> None:
+    words = bridge_line(tmp_path, capsys, "sft", "--mode sft model.bf16=true")
+    implementation = ["--transformer-impl", "transformer_engine"]
+    assert words == ["--lr", "1e-4", *SETTINGS, *implementation, "--bf16"]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--mode dora", "has dora, and only adapters of --mode lora are supported"),
+        ("--mode sft peft.dim=8", "has peft.dim=8 without --mode lora, and only"),
+        (
+            "peft.a2a_experimental=true",
+            "has peft.a2a_experimental=true, and of peft only dim, alpha",
+        ),
+        ("peft.dim=null", "has peft.dim=null, and of peft only dim"),
+    ],
+)
+def test_other_adapters_of_megatron_bridge_are_refused(tmp_path, capsys, more, sentence) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(BRIDGE.format(kind="peft", more=more))
+    assert main(["from-megatron", str(path)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "pattern"),
     [("", "*-*-*-"), ("\n  --num-experts: 4\n  --disable-bias-linear: true", "*E*E*E")],

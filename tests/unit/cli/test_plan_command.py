@@ -388,21 +388,35 @@ def test_offload_that_would_move_nothing_is_said(capsys):
 TWO_DEPTHS = ["--hybrid-layer-pattern", "M*-/*-/*-", "--vocab-size", "1024"]
 
 
-@pytest.mark.parametrize("more", [[], TWO_DEPTHS, [*TWO_DEPTHS, "--mtp-use-repeated-layer"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        TWO_DEPTHS,
+        [*TWO_DEPTHS, "--mtp-use-repeated-layer"],
+        [*TWO_DEPTHS, "--lora-rank", "8"],
+    ],
+)
 def test_the_parts_that_6_n_t_leaves_out_make_up_the_difference(capsys, more):
     """Only norms are in N and in no product, so the shares are 100 % up to their number."""
     flags = [*SMALL, "--vocab-size", "1024", "--squared-relu", *more]
     step = plan(capsys, *flags)["step"]
     left_out = step["flops"]["attention"] + step["flops"]["scan"] + step["repeated"]
     assert step["six_n_t"] + left_out == pytest.approx(step["total_flops"], rel=5e-3)
-    assert step["six_n_t"] == 6 * step["multiplied_parameters"] * step["tokens"]
+    all_parameters, frozen = step["multiplied_parameters"], step["multiplied_frozen"]
+    assert step["six_n_t"] == (6 * all_parameters - 2 * frozen) * step["tokens"]
+    assert (frozen > 0) == ("--lora-rank" in more)
     assert (step["repeated"] > 0) == bool(more)
     assert main(["plan", *flags]) == 0
     text = capsys.readouterr().out
     share = 100 * step["six_n_t"] / step["total_flops"]
+    terms = "4 F T + 6 N T" if frozen else "6 N T"
     assert (
-        f"The approximation 6 N T gives {step['six_n_t']:.4g} FLOPs, {share:.1f} % of that" in text
+        f"The approximation {terms} gives {step['six_n_t']:.4g} FLOPs, {share:.1f} % of that"
+        in text
     )
+    assert (f"4 for each of F = {frozen:,} frozen parameters" in text) == (frozen > 0)
+    assert ("MFU counts frozen weights in the same way." in text) == (frozen > 0)
     assert ("by multi-token prediction (" in text) == bool(more)
 
 

@@ -25,6 +25,10 @@ OF_OTHER_PROGRAMS = {
     "--nproc_per_node",  # torchrun
     "--shm-size",  # docker
     "--repo-type",  # hf
+    "--recipe",  # run_recipe of Megatron-Bridge
+    "--mode",  # run_recipe of Megatron-Bridge
+    "--peft-scheme",  # older scripts of Megatron-Bridge
+    "--peft_scheme",  # older scripts of Megatron-Bridge
     "--local-dir",  # hf
 }
 EXAMPLES = {"--flag", "--no", "--no-x", "--wandb"}

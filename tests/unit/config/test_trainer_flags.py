@@ -56,6 +56,14 @@ def test_every_flag_is_answered_by_its_entry() -> None:
         ("--lora_target q_proj,v_proj", "give --lora-target-modules q_proj v_proj"),
         ("--use_dora", "leave it out, or give --lora-rslora"),
         ("--use_rslora false", "leave it out"),
+        ("--peft_scheme lora", "give --lora-rank N, and --lora-alpha"),
+        (
+            "--peft_layers_to_transform [0,1]",
+            "give --lora-target-modules with shell patterns of names, such as 'model.layers.3.*'",
+        ),
+        ("--trainable_token_indices [5]", "give --lora-modules-to-save 'embedding.*'"),
+        ("--lora_bias false", "leave it out"),
+        ("--loraplus_lr_ratio 16", "leave it out"),
         ("--output_dir", "give --save DIR"),
         ("--dataset_name org/name", "give --data-path hf://datasets/org/name"),
         (

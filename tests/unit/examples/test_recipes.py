@@ -14,8 +14,9 @@ from support import commands
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.args"))
 OF_80_GB = [recipe for recipe in RECIPES if "_80gb" in recipe.name]
-USABLE_GIB = {"80": 79.0, "141": 139.0}
-"""Memory that a program can use on an H100 and an H200, in GiB, by the GB in their names."""
+OF_ADAPTERS = [recipe for recipe in RECIPES if ".lora" in recipe.name]
+USABLE_GIB = {"24": 23.5, "80": 79.0, "141": 139.0}
+"""Memory that a program can use on a GPU, in GiB, by the GB in the GPU's name."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -25,7 +26,7 @@ def test_a_recipe_fits_as_it_says(
     monkeypatch.chdir(ROOT)
     argument = f"@{recipe.relative_to(ROOT)}"
     said = re.search(
-        r"^# plan( --gpu H100)?: (\d+) GPUs? of (80|141) GB, ([\d.]+) GiB each$",
+        r"^# plan( --gpu H100)?: (\d+) GPUs? of (24|80|141) GB, ([\d.]+) GiB each$",
         recipe.read_text(),
         re.MULTILINE,
     )
@@ -38,7 +39,7 @@ def test_a_recipe_fits_as_it_says(
     assert (
         (config.checkpoint.pretrained_checkpoint is not None)
         == config.data.sft
-        == (".sft" in recipe.name)
+        == (".pretrain" not in recipe.name)
     )
     assert (
         main(
@@ -67,14 +68,37 @@ def test_a_recipe_fits_as_it_says(
     assert len(totals) == 1 or f"{totals[1]:.1f} if all" in row
 
 
+ADAPTED = {"qwen3_5_9b", "moe_30b_a3b", "granite_4_h_7b_a1b", "llama_8b"}
+ONLY_ADAPTED = {"granite_4_h_7b_a1b", "llama_8b"}
+
+
 def test_there_is_a_recipe_for_each_model_and_kind() -> None:
     models = {path.stem for path in (RECIPES[0].parent / "models").glob("*.args")}
-    assert len(models) == 8
-    kinds = ("pretrain", "sft")
-    assert {recipe.stem for recipe in RECIPES} - {recipe.stem for recipe in OF_80_GB} == {
-        f"{model}.{kind}" for model in models for kind in kinds
-    }
+    assert len(models) == 10
+    kinds = [(model, kind) for model in models - ONLY_ADAPTED for kind in ("pretrain", "sft")]
+    kinds += [(model, kind) for model in ADAPTED for kind in ("lora", "lora_node")]
+    names = {f"{model}.{kind}" for model, kind in [*kinds, ("qwen3_5_9b", "lora_24gb")]}
+    assert {recipe.stem for recipe in RECIPES} - {recipe.stem for recipe in OF_80_GB} == names
     assert len(OF_80_GB) == 3
+
+
+@pytest.mark.parametrize("recipe", OF_ADAPTERS, ids=lambda recipe: recipe.stem)
+def test_a_recipe_of_adapters_differs_in_layout_and_memory(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains as the recipe for one GPU does, with adapters of all matrices of the layers."""
+    monkeypatch.chdir(ROOT)
+    one_gpu = recipe.with_name(f"{recipe.name.partition('.')[0]}.lora.args")
+    large, small = (gather([f"@{one.relative_to(ROOT)}"]).values for one in (one_gpu, recipe))
+    differing = {key for key in {*large, *small} if large.get(key) != small.get(key)}
+    paths = {"checkpoint.save", "checkpoint.load", "logging.log_jsonl"}
+    assert {key for key in differing - paths if not key.startswith(("memory.", "parallel."))} <= {
+        "model.moe_token_dispatcher_type"
+    }
+    config = parse_or_exit(
+        [f"@{recipe.relative_to(ROOT)}"], launched=False, world_size=8, on_this_machine=False
+    )
+    assert config.model.adapts_all_projections and config.model.lora_scale == 1
 
 
 @pytest.mark.parametrize("recipe", OF_80_GB, ids=lambda recipe: recipe.stem)
@@ -101,7 +125,7 @@ OWN = {"hybrid_1b", "gated_delta_1b"}
 
 @pytest.mark.parametrize(
     "recipe",
-    [recipe for recipe in RECIPES if ".sft" in recipe.name],
+    [recipe for recipe in RECIPES if ".pretrain" not in recipe.name],
     ids=lambda recipe: recipe.stem,
 )
 def test_a_recipe_for_published_weights_keeps_their_chat_format(
@@ -118,8 +142,8 @@ def test_a_recipe_for_published_weights_keeps_their_chat_format(
         return
     assert (start, data.tokenizer_model) == (f"weights/{name}", f"models/{name}")
     assert data.chat_template is None
-    assert (data.sft_tokenizer_prompt_format, data.chat_template_kwargs) in (
-        ("nemotron-nano-v2", None),
-        (None, '{"enable_thinking": false}'),
-    )
+    formats = [("nemotron-nano-v2", None), (None, '{"enable_thinking": false}')]
+    if name in ONLY_ADAPTED:
+        formats = [(None, None)]
+    assert (data.sft_tokenizer_prompt_format, data.chat_template_kwargs) in formats
     assert f"| `{name}` |" in (recipe.parent / "README.md").read_text()

@@ -150,11 +150,21 @@ def test_training_is_three_times_forward():
     assert counter.training(LENGTHS).total == pytest.approx(3 * counter.forward(LENGTHS).total)
 
 
-def test_six_n_t_agrees_where_there_are_only_matrix_products():
-    """For an MLP ``6 N T`` equals the count, except for the norms' parameters."""
-    config = cases.tiny_config("----", hidden_size=256, ffn_hidden_size=1024)
+@pytest.mark.parametrize("frozen", [{}, {"lora_rank": 8}, {"lora_rank": 8, "mtp": True}])
+def test_six_n_t_agrees_where_there_are_only_matrix_products(frozen):
+    """For an MLP ``6 N T`` equals the count, except for the norms' parameters.
+
+    Frozen parameters count 4, also if multi-token prediction uses them again.
+    """
+    pattern = "----/-/-" if frozen.pop("mtp", False) else "----"
+    config = cases.tiny_config(pattern, hidden_size=256, ffn_hidden_size=1024, **frozen)
     counter = FlopCounter(config, cases.VOCAB)
-    assert counter.six_n_t(100) == pytest.approx(counter.training([100]).total, rel=1e-3)
+    found = counter.six_n_t(100) + counter.repeated_work(100)
+    assert found == pytest.approx(counter.training([100]).total, rel=1e-3)
+    assert (counter.repeated_work(100) > 0) == ("/" in pattern)
+    assert counter.six_n_t(100) == 100 * (
+        6 * counter.parameters.multiplied - 2 * counter.parameters.multiplied_frozen
+    )
 
 
 def test_the_two_costs_per_token_and_per_square_add_up_to_the_forward_pass():

@@ -270,6 +270,8 @@ def test_saved_weights_are_trained_whole():
     ("saved", "message"),
     [
         ("output.weight", "tied tables have the name embedding.weight"),
+        ("lm_head", r"tied tables have the name embedding.weight.*; give 'embedding\.\*'"),
+        ("model.embed_tokens", r"give 'embedding\.\*'"),
         ("final_nrm.weight", "did you mean final_norm.weight"),
         ("layers.1.*", "trains layers.1.mixer.proj.weight whole, which also has an adapter"),
     ],
@@ -277,6 +279,11 @@ def test_saved_weights_are_trained_whole():
 def test_saved_weights_that_are_missing_or_adapted_are_refused(saved, message):
     with pytest.raises(ConfigError, match=message):
         model_of(saved=(saved,))
+
+
+def test_a_table_of_hugging_face_that_is_not_tied_is_named_in_the_refusal():
+    with pytest.raises(ConfigError, match=r"lm_head: matches.*; give 'output\.\*'"):
+        model_of(saved=("lm_head",), untie_embeddings_and_output_weights=True)
 
 
 def test_depths_with_the_same_weights_have_the_same_adapter():

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import ADAPTER_CONFIG
 from megatron_packed.checkpoint.sealed_json import parse_object, read_small_file
 from megatron_packed.config.value_checks import INT32_MAX
 from megatron_packed.models.convert.families.field_types import shown_value
 
-ADAPTER_CONFIG = "adapter_config.json"
 _MAX_BYTES = 16 << 20
 _MOST_PATTERNS = 2000
 _PLAIN_PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.|\.\*)+\$?")
@@ -135,9 +135,10 @@ def read_peft_config(directory: Path) -> PeftConfig:
     fields = parse_object(read_small_file(path.resolve(), _MAX_BYTES), path)
     problems = list(_problems(fields))
     if problems:
-        raise CheckpointError(
-            "; ".join(problems), path=path, cure="convert an adapter without these options"
-        )
+        cure = "convert an adapter without these options"
+        if lacking := [key for key in _REQUIRED if key not in fields]:
+            cure = f"add {' and '.join(lacking)} with the values of the training"
+        raise CheckpointError("; ".join(problems), path=path, cure=cure)
     return PeftConfig(
         r=fields["r"],
         lora_alpha=fields["lora_alpha"],

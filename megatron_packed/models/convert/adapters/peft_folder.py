@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_packed.checkpoint.errors import CheckpointError
+from megatron_packed.checkpoint.load import ADAPTER_CONFIG
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.sections.model import ModelConfig
@@ -26,7 +27,6 @@ from megatron_packed.models.convert.adapters.matrices import (
     trained_rows,
 )
 from megatron_packed.models.convert.adapters.peft_config import (
-    ADAPTER_CONFIG,
     PeftConfig,
     fields_of,
     read_peft_config,

@@ -172,7 +172,9 @@ def _shape_problems(
         if name not in shapes:
             problems.append(f"{name} is missing")
         elif tuple(shapes[name]) != shape:
-            problems.append(f"{name} is {list(shapes[name])}, but the base has {list(shape)}")
+            problems.append(
+                f"{name} is {list(shapes[name])}, but rank {rank} and the base need {list(shape)}"
+            )
     return problems
 
 

@@ -140,3 +140,32 @@ def test_a_recipe_gives_flags_of_its_literal_settings(tmp_path) -> None:
         "--bf16 --train-iters 1000 --lr 0.001 --hybrid-layer-pattern M* --squared-relu "
         "--num-experts 4 --disable-mamba-mem-eff-path"
     )
+
+
+def test_a_recipe_of_adapters_has_the_flags_of_its_settings(tmp_path) -> None:
+    """Matrices come from the recipe, and rank and start from the part that all recipes share."""
+    recipes = tmp_path / published_lines().RECIPES
+    (recipes / "nemotronh/h100").mkdir(parents=True)
+    (recipes / "common.py").write_text(
+        textwrap.dedent("""\
+        def _peft_common():
+            cfg = C(lr=1e-4, peft=LoRA(dim=24, alpha=48, lora_A_init_method="xavier",
+                                       target_modules=["linear_qkv"], dropout_position="pre"))
+        """)
+    )
+    (recipes / "nemotronh/h100/nemotronh.py").write_text(
+        textwrap.dedent("""\
+        def small_peft_config(peft_scheme="lora"):
+            cfg = _peft_common()
+            cfg.model = Model(hybrid_layer_pattern="M*", transformer_impl="transformer_engine")
+            mamba_target_modules = ["in_proj", "out_proj"]
+            if peft_scheme:
+                cfg.peft = default_peft_config(peft_scheme, target_modules=mamba_target_modules)
+        """)
+    )
+    (found,) = published_lines().recipe_lines(tmp_path, frozenset(megatron_lines().NAMES))
+    assert " ".join(found.words) == (
+        "--lr 0.0001 --hybrid-layer-pattern M* --transformer-impl local --lora-rank 24 "
+        "--lora-alpha 48 --lora-dropout 0.0 --lora-init xavier --lora-target-modules in_proj out_proj"
+    )
+    assert "--sft" in found.added

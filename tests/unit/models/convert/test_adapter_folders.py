@@ -180,6 +180,17 @@ def test_an_option_that_changes_the_function_is_refused(option: str, tmp_path: P
         read_adapters(tmp_path / "folder", base("llama")[1], base("llama")[0])
 
 
+def test_a_missing_option_is_named_in_the_cure(tmp_path: Path) -> None:
+    adapters, _ = random_adapters("llama")
+    write_adapters(tmp_path / "folder", adapters)
+    path = tmp_path / "folder" / "adapter_config.json"
+    fields = read_json(path)
+    del fields["lora_alpha"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="lora_alpha is missing; add lora_alpha with the"):
+        read_adapters(tmp_path / "folder", base("llama")[1], base("llama")[0])
+
+
 EDITS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "misspelled": (
         lambda t: t.update({f"{STEM[:-4]}porj.lora_A.weight": t.pop(f"{STEM}.lora_A.weight")}),
@@ -188,7 +199,7 @@ EDITS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "without B": (lambda t: t.pop(f"{STEM}.lora_B.weight"), "lora_B.weight is missing"),
     "another shape": (
         lambda t: t.update({f"{STEM}.lora_A.weight": torch.ones(2, 5)}),
-        r"lora_A.weight is \[2, 5\], but the base has \[2, 32\]",
+        r"lora_A.weight is \[2, 5\], but rank 2 and the base need \[2, 32\]",
     ),
     "not finite": (
         lambda t: t.update({f"{STEM}.lora_A.weight": torch.full((2, 32), math.nan)}),
