@@ -239,7 +239,7 @@ None stands for a collective after which the current stream continues.
 
 
 class Overlaps(NamedTuple):
-    """Whether an exchange runs beside other operations, in each pass."""
+    """Passes in which an exchange runs beside other operations."""
 
     forward: bool
     backward: bool
