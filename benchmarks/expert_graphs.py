@@ -106,13 +106,14 @@ def configured(
     device: torch.device,
     *,
     backend: str = NCCL,
+    dispatch: str = "tokens",
     quick: bool = False,
     shared_expert_overlap: bool = False,
 ) -> RunConfig:
     """Return the configuration of one dispatcher and one of `GRAPHS`, over ``world`` ranks."""
     options = {"expert_model_parallel_size": world, "moe_token_dispatcher_type": dispatcher}
     options |= {"use_distributed_optimizer": True, **ROUTING}
-    options["all_to_all_backend"] = backend
+    options |= {"all_to_all_backend": backend, "moe_dispatch": dispatch}
     if not quick:
         options["moe_shared_expert_intermediate_size"] = SHARED_FFN
         options["moe_shared_expert_overlap"] = shared_expert_overlap

@@ -268,6 +268,7 @@ def experts(*files: str) -> Iterator[tuple[str, float, float]]:
                 config = expert_graphs.configured(
                     *(c, world, dispatcher, kind, device),
                     backend=backend,
+                    dispatch="rows",  # the default when they were measured
                     shared_expert_overlap=result == BESIDE,
                 )
                 groups = ParallelGroups.unjoined(config.layout(world))
@@ -349,8 +350,9 @@ def recipes() -> Iterator[tuple[str, float, float]]:
 def real_models() -> Iterator[tuple[str, float, float]]:
     """Yield runs of models of real sizes, with as many documents in a pack as conversations of their
     data."""
-    for found in map(results, real_sizes.RESULTS):
-        for name, words, run in real_sizes.measured_runs(found):
+    for result, flags in real_sizes.RESULTS.items():
+        found = results(result)
+        for name, words, run in real_sizes.measured_runs(found, flags):
             config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
             one = usual(estimates(config, found["gpus"], config.model.vocab_size, CONVERSATIONS))
             yield name, one.allocated / GIB, run["peak_gib"]

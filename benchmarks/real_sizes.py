@@ -58,8 +58,17 @@ STEPS, COUNTED, PROFILED = 16, 8, 2
 
 When the metrics of a step arrive, the next step is queued. So one step is neither timed nor profiled.
 """
-RESULTS = ("real_sizes_2_8b", "real_sizes_4_8b", "real_sizes_4_nano_balanced")
-"""Names of the result files without suffix."""
+ADAPTERS = (
+    *("real_sizes_1_1b", "real_sizes_1_1b_lora", "real_sizes_1_8b_13", "real_sizes_1_8b_13_lora"),
+    "real_sizes_1_nano_lora",
+)
+RESULTS = {
+    "real_sizes_2_8b": "",
+    "real_sizes_4_8b": "",
+    "real_sizes_4_nano_balanced": "--moe-dispatch rows",
+    **dict.fromkeys(ADAPTERS, ""),
+}
+"""Names of result files, and flags of what was the default when they were measured."""
 MODELS = ROOT / "examples" / "recipes" / "models"
 OURS, THEIRS = "megatron_packed", "megatron_core"
 EXPERTS = "--moe-token-dispatcher-type alltoall --expert-model-parallel-size"
@@ -126,19 +135,24 @@ def command_words(
 
 
 def measured_runs(
-    results: Mapping[str, Any],
+    results: Mapping[str, Any], flags: str
 ) -> Iterator[tuple[str, list[str], Mapping[str, Any]]]:
-    """Yield our runs of a result file that did not fail: name, command line and measurements."""
+    """Yield our runs of a result file that did not fail: name, command line and measurements.
+
+    Args:
+        flags: flags of what was the default.
+    """
     for size, of_size in results["sizes"].items():
         for name, found in of_size["runs"].items():
             side, _, layers = name.removesuffix(" layers").partition(", ")
             if side != OURS or "failed" in found:
                 continue
-            more = f"--cuda-graph-impl {results['graphs']} {results['flags']}"
+            more = f"--cuda-graph-impl {results['graphs']} {flags} {results['flags']}"
             depth = None if layers == "all" else int(layers)
             sizes = (SIZES[size], "none", results["gpus"], depth)
             words = command_words(*sizes, more, quick=False, device="cuda")
-            yield f"{size}, {layers} layers, {results['gpus']} GPUs", words, found
+            kind = ", adapters" * ("--lora-rank" in results["flags"])
+            yield f"{size}, {layers} layers, {results['gpus']} GPUs{kind}", words, found
 
 
 def pattern_of(model: str) -> str:

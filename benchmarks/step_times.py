@@ -80,6 +80,7 @@ def command_lines() -> Iterator[Step]:
     lengths = np.full(documents, found["seq_length"] // documents)
     for name, run in found["runs"].items():
         words = shlex.split(f"{run['model']} {run['flags']} {_COMMON}")
+        words += ["--moe-dispatch", "rows"]  # the default when they were measured
         words += ["--seq-length", str(found["seq_length"])]
         words += ["--global-batch-size", str(found["global_batch_size"])]
         words = [f"@{ROOT / word[1:]}" if word.startswith("@") else word for word in words]
@@ -132,7 +133,9 @@ def experts() -> Iterator[Step]:
                 kind, backend = expert_graphs.Case.named(name)
                 if kind != expert_graphs.WHOLE:
                     continue
-                config = expert_graphs.configured(c, 2, dispatcher, kind, _GPU, backend=backend)
+                # The default when they were measured.
+                sent = {"backend": backend, "dispatch": "rows"}
+                config = expert_graphs.configured(c, 2, dispatcher, kind, _GPU, **sent)
                 tokens = 2 * expert_graphs.PACKS_OF_RANK * c["T"]
                 title = f"experts, {c['T']:,} tokens, {dispatcher}, {backend}"
                 measured = 1e3 * tokens / found["tokens_per_second"]
@@ -142,8 +145,9 @@ def experts() -> Iterator[Step]:
 def real_models() -> Iterator[Step]:
     """Yield runs of models of real sizes, with as many documents in a pack as conversations of their
     data."""
-    for found in map(results, real_sizes.RESULTS):
-        for name, words, run in real_sizes.measured_runs(found):
+    for result, flags in real_sizes.RESULTS.items():
+        found = results(result)
+        for name, words, run in real_sizes.measured_runs(found, flags):
             config = parse_with_sources(words, found["gpus"], on_this_machine=False).config
             vocab = config.model.vocab_size
             assert vocab is not None

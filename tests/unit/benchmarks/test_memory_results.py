@@ -40,7 +40,7 @@ def test_estimates_are_within_ten_percent(rows):
 def test_a_plan_for_a_named_gpu_is_that_of_the_run_on_it(capsys):
     """The run on four H200 had the estimate `planned_gib` of itself."""
     (found,) = [name for name in real_sizes.RESULTS if name.endswith("_4_8b")]
-    _, words, run = next(real_sizes.measured_runs(results(found)))
+    _, words, run = next(real_sizes.measured_runs(results(found), ""))
     planned = commands.report(capsys, "plan", *words, "--world-size", 4, "--gpu", "H200")
     allocated = planned["ranks"]["every rank"]["bytes"]["peak in torch's allocator"]
     assert allocated / 2**30 == pytest.approx(run["planned_gib"], abs=0.01)
