@@ -261,6 +261,10 @@ TABLES = {
         for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
     },
     **{
+        f"layouts_tp_rows{suffix}": Table("layouts.py", "layouts_4_hybrid1b_tp_rows", rows)
+        for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
+    },
+    **{
         f"layouts_kinds_{model}{suffix}": Table("layouts.py", f"layouts_2_{model}_kinds", rows)
         for model in layouts.MODELS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))

@@ -12,6 +12,8 @@ import plan_rates
 import step_times
 from megatron_packed.cli.plan_time import MEMORY_GIB
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.distributed.all_to_all import Overlaps
+from megatron_packed.layers.moe.dispatchers_between_ranks import ExchangingDispatcher
 from megatron_packed.models.estimate.gpu_rates import TABLE, measured_rates
 from megatron_packed.models.estimate.layout_search import LayoutSearch, layouts_to_search
 from megatron_packed.models.estimate.step_time import EXCHANGES
@@ -33,11 +35,16 @@ def test_computed_times_are_within_a_tenth_on_one_two_and_four_gpus(rows):
     assert {row.gpus for row in rows} == {1, 2, 4}
 
 
-def test_exposed_exchanges_of_balanced_experts_are_within_a_tenth():
-    """Parts of all-to-alls in CUDA graphs have head room, and carry it."""
+def test_exposed_exchanges_of_balanced_experts_are_within_a_tenth(monkeypatch):
+    """Parts of all-to-alls in CUDA graphs have head room, and carry it. These runs hid none."""
+    monkeypatch.setattr(ExchangingDispatcher, "_overlaps", lambda self, to: Overlaps(False, False))
     found = step_times.results("real_sizes_4_nano_balanced")["sizes"]["moe_30b_a3b_balanced"]
     exposed = [run["exposed_ms"] for run in found["runs"].values()]
-    steps = [step for step in step_times.real_models() if step.name.startswith("moe_30b")]
+    steps = [
+        step
+        for step in step_times.real_models()
+        if "moe_30b" in step.name and step.name.endswith("4 GPUs")
+    ]
     parts = [1e3 * step_times.computed(step).parts[EXCHANGES] for step in steps]
     assert parts == pytest.approx(exposed, rel=step_times.TOLERANCE) and len(parts) == 2
 
