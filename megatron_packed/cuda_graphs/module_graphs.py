@@ -177,8 +177,8 @@ class TorchModuleGraphs(ModuleGraphs):
         backend: captures the graphs.
         copies: copies to the host that ``function`` itself queues on other streams. If given, hidden
             states are freed after the forward graph that reads them, unless autograd saved them.
-        slot, place: as for `ModuleGraphs`. The first output of ``previous`` and the input of this
-            module are the same memory.
+        slot, previous, positions, takes_packed: as for `ModuleGraphs`. The first output of
+            ``previous`` and the input of this module are the same memory.
     """
 
     def __init__(
@@ -189,9 +189,11 @@ class TorchModuleGraphs(ModuleGraphs):
         backend: GraphBackend,
         *,
         copies: Copies | None = None,
-        **place: Any,
+        previous: TorchModuleGraphs | None = None,
+        positions: tuple[int, int] = (0, 1),
+        takes_packed: bool = True,
     ) -> None:
-        super().__init__(slot, **place)
+        super().__init__(slot, previous=previous, positions=positions, takes_packed=takes_packed)
         self._function = function
         self._parameters = parameters
         self._backend = backend

@@ -126,7 +126,9 @@ class TEModuleGraphs(ModuleGraphs):
         passed_on: the output hidden states are the input of another captured module. Otherwise
             `replay_forward` returns a copy of them, because backward graphs of earlier modules may
             overwrite their memory.
-        place: as for `ModuleGraphs`.
+        previous: as for `ModuleGraphs`.
+        positions: as for `ModuleGraphs`.
+        takes_packed: as for `ModuleGraphs`.
     """
 
     def __init__(
@@ -137,9 +139,11 @@ class TEModuleGraphs(ModuleGraphs):
         slot: Slot,
         *,
         passed_on: bool,
-        **place: Any,
+        previous: ModuleGraphs | None,
+        positions: tuple[int, int],
+        takes_packed: bool,
     ) -> None:
-        super().__init__(slot, **place)
+        super().__init__(slot, previous=previous, positions=positions, takes_packed=takes_packed)
         self.callable = _Closed(module, function)
         self.input = static
         self._passed_on = passed_on

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -34,7 +34,10 @@ def collate(
     numbers: Sequence[int] | IntegerArray,
     *,
     total_tokens: int,
-    **options: Any,
+    capacity: int | None = None,
+    scales: Sequence[float] | None = None,
+    max_seqlen: int | None = None,
+    alignment: int = 1,
 ) -> MicroBatch:
     """Build the micro-batch of one pack on the host.
 
@@ -45,7 +48,7 @@ def collate(
     Args:
         numbers: numbers of the pieces in the pack, in order; empty for a pack without documents.
         total_tokens: slots of the pack.
-        options: as for `MicroBatch.build`.
+        capacity, scales, max_seqlen, alignment: as for `MicroBatch.build`.
     Raises:
         DataError: the data on disk changed since it was written.
         ValueError: the pieces do not fit.
@@ -59,7 +62,14 @@ def collate(
             int(pieces.document[number]), int(pieces.start[number]), int(pieces.length[number])
         )
         documents.append(Document(tokens, targets))
-    return MicroBatch.build(documents, total_tokens, **options)
+    return MicroBatch.build(
+        documents,
+        total_tokens,
+        capacity=capacity,
+        scales=scales,
+        max_seqlen=max_seqlen,
+        alignment=alignment,
+    )
 
 
 class Loader:

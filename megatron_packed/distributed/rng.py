@@ -55,7 +55,7 @@ def generators_kept(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
-def seed_all(seed: int, dp_rank: int = 0, **ranks: int) -> None:
+def seed_all(seed: int, dp_rank: int = 0, *, cp_rank: int = 0, tp_rank: int = 0) -> None:
     """Seed the generators of Python, numpy and torch (all devices) for this rank.
 
     Ranks with different tokens get different seeds, and so different dropout masks. Initial
@@ -65,13 +65,14 @@ def seed_all(seed: int, dp_rank: int = 0, **ranks: int) -> None:
     Args:
         seed: seed of the run.
         dp_rank: data-parallel rank.
-        ranks: ``cp_rank``, and ``tp_rank`` only under sequence parallelism. Without sequence
+        cp_rank: context-parallel rank.
+        tp_rank: tensor-parallel rank; give it only under sequence parallelism. Without sequence
             parallelism the tensor-parallel ranks hold the same hidden states and must use the same
             dropout mask.
     """
     # All three libraries get the same seed, because none of them draws numbers for parameters or
     # data.
-    mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, **ranks)
+    mixed = seed_for_ranks(seed, "dropout", dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     torch.manual_seed(mixed)

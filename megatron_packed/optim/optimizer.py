@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -193,9 +193,16 @@ class Optimizer:
         cls,
         buffers: FlatBuffers,
         config: OptimizerConfig,
-        **others: Any,
+        *,
+        norm_group: dist.ProcessGroup | None = None,
+        copies: Mapping[BufferPart, int] | None = None,
+        counted_elsewhere: Sequence[tuple[int, int]] = (),
+        params_norm: bool = False,
+        count_zeros_of: int | None = None,
+        spikes: SpikeDetector | None = None,
+        precision: StatePrecision = FLOAT32_STATE,
     ) -> Optimizer:
-        """Build an optimizer with the values of ``config``; ``others`` are those of `Optimizer`."""
+        """Build an optimizer with the values of ``config``; for other arguments see `Optimizer`."""
         return cls(
             buffers,
             beta1=config.adam_beta1,
@@ -204,8 +211,14 @@ class Optimizer:
             weight_decay=config.weight_decay,
             weight_decay_changes=config.weight_decay_changes,
             clip_grad=config.clip_grad,
+            norm_group=norm_group,
+            copies=copies,
+            counted_elsewhere=counted_elsewhere,
+            params_norm=params_norm,
+            count_zeros_of=count_zeros_of,
             implementation=config.optimizer_backend,
-            **others,
+            spikes=spikes,
+            precision=precision,
         )
 
     def _counted(

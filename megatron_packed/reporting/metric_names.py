@@ -11,6 +11,26 @@ from collections.abc import Mapping
 LARGEST_LOSS = 20.0
 """Nats per token. A perplexity is shown as at most e to this power."""
 
+_TRAIN = (
+    "aux_loss",
+    "grad_norm",
+    "learning_rate",
+    "weight_decay",
+    "params_norm",
+    "num_zeros",
+    "skipped",
+    "loss_median",
+    "grad_norm_median",
+    "expert_load_max",
+    "expert_load_min",
+    "expert_dropped",
+    "expert_dropped_share",
+    "expert_rank_load",
+    "expert_rank_bound",
+    "expert_peer_load",
+    "expert_peer_bound",
+    "expert_repeats",
+)
 _PERF = (
     "step_time_ms",
     "tokens_per_second",
@@ -46,10 +66,12 @@ _DATA = (
     "epoch",
 )
 SECTIONS = {
+    "lm_loss": "train",
+    **dict.fromkeys(_TRAIN, "train"),
     **dict.fromkeys(_PERF, "perf"),
     **dict.fromkeys(_DATA, "data"),
 }
-"""Field of the log -> section of a tracking service; other fields are in ``train``."""
+"""Field of the log -> section of a tracking service."""
 
 
 def tracked_name(field: str) -> str:

@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -239,7 +239,7 @@ class StepRecord(StepFacts):
     host_memory_gib: float
     skipped: bool
     """True if the update was not applied."""
-    experts: ExpertFigures | None = None
+    experts: ExpertFigures | None
     params_norm: float | None = None
     """Norm of the parameters after the step; None without ``--log-params-norm``."""
     num_zeros: int | None = None
@@ -280,28 +280,35 @@ def step_record(
     facts: StepFacts,
     *,
     loss: float,
+    aux_loss: float,
+    grad_norm: float,
     seconds: float,
     world_size: int,
     peak: float | None,
     memory: MemoryFigures,
+    experts: ExpertFigures | None = None,
+    params_norm: float | None = None,
+    num_zeros: int | None = None,
     skip_reason: str | None = None,
+    mtp_losses: tuple[float, ...] = (),
     medians: Mapping[str, float] | None = None,
-    **measured: Any,
 ) -> StepRecord:
     """Build the record of a step from numbers known on the host and values from the device.
 
     Args:
         seconds: time from the end of the previous step to the end of this step.
         peak: dense bf16 peak of a GPU in FLOP/s; None reports no MFU.
+        experts: figures of the experts; None without experts.
         medians: ``loss`` or ``grad_norm`` -> the running median that it exceeded as a spike.
-        measured: further fields of `StepRecord`.
     """
     flops_per_second = facts.flops / seconds / world_size
     slots = facts.real_tokens + facts.padded_tokens
     spikes = {f"{name}_median": value for name, value in (medians or {}).items()}
     return StepRecord(
-        **(vars(facts) | spikes | measured),
+        **(vars(facts) | spikes),
         lm_loss=loss,
+        aux_loss=aux_loss,
+        grad_norm=grad_norm,
         step_time_ms=seconds * 1e3,
         docs_per_pack=facts.num_seqs / max(1, facts.num_packs),
         pack_fill=facts.real_tokens / slots if slots else 0.0,
@@ -312,5 +319,9 @@ def step_record(
         memory_reserved_gib=memory.reserved,
         host_memory_gib=memory.host,
         skipped=skip_reason is not None,
+        experts=experts,
+        params_norm=params_norm,
+        num_zeros=num_zeros,
         skip_reason=skip_reason,
+        mtp_losses=mtp_losses,
     )
