@@ -111,7 +111,7 @@ def test_our_runs_of_a_result_have_the_command_lines_that_were_measured():
         "moe_30b_a3b_balanced": with_ratio({run_name(OURS, 9): {}, run_name(THEIRS, 9): {}}, 9)
     }
     found = {"gpus": 4, "graphs": "local", "flags": "--main-grads-dtype bf16", "sizes": sizes}
-    [(name, words, run)] = real_sizes.measured_runs(found)
+    [(name, words, run)] = real_sizes.measured_runs(found, "--moe-dispatch rows")
     assert name == "moe_30b_a3b_balanced, 9 layers, 4 GPUs" and run == {}
     assert words[words.index("--expert-model-parallel-size") + 1] == "4"
     config = parse_with_sources(words, 4, on_this_machine=False).config
