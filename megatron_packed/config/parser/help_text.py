@@ -153,7 +153,7 @@ def default_text(field: Field) -> str:
         return "required"
     if field.option.derived:
         return field.option.derived
-    if field.kind.base is bool:
+    if field.kind.base is bool and default is not None:
         # "on" if the run behaves as if the flag had been given.
         is_set = default is not field.option.negated
         return "on" if is_set else "off"

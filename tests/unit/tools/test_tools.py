@@ -309,7 +309,7 @@ def test_traced_run():
         "cli/",
         "cuda_graphs/",
         "memory/",
-        "explain/capabilit",
+        "explain/capabilities",
         "explain/report",
     )
     off += ("data/tokenizers/chat_template", "data/tokenizers/template_process", "data/sources/hub")
