@@ -1,5 +1,7 @@
 """The estimate of memory, compared with real models on the CPU and with itself."""
 
+import math
+
 import pytest
 import torch
 
@@ -298,18 +300,21 @@ def test_a_gated_delta_net_saves_two_matrices_per_chunk_and_value_head():
 def test_what_experts_move():
     """An all-gather moves all tokens of five ranks, and their gradients.
 
-    An all-to-all moves the routes of each token. In forward and backward they exist as sent and as
-    received.
+    An all-to-all moves the routes of each token, or each token once to each rank, beside the routes of
+    all tokens. In forward and backward the rows exist as sent and as received.
     """
     five = {"world_size": 5, "ep_size": 5}
     row, topk = 32 * 2, tiny_config("E").moe_router_topk
-    gathered, sent = (
-        most_of(Purpose.COMMUNICATION, "E", five, moe_token_dispatcher_type=name)
-        for name in ("allgather", "alltoall")
+    gathered, sent, once = (
+        most_of(Purpose.COMMUNICATION, "E", five, moe_token_dispatcher_type=name, moe_dispatch=way)
+        for name, way in (("allgather", "rows"), ("alltoall", "rows"), ("alltoall", "tokens"))
     )
     routes = 5 * 4096 * 2 * topk * 4  # weights and numbers of experts
     assert gathered == [5 * 4096 * row + routes, 5 * 4096 * row]
     assert sent == pytest.approx([4096 * topk * row] * 2, rel=0.001)
+    # Each rank has one of five experts, so two of five ranks get a token.
+    part = math.ceil(4096 * 2 / 5)
+    assert once == [5 * part * row + routes, 5 * part * row]
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
@@ -319,6 +324,7 @@ def test_bounds_are_counted_instead_of_the_routing_and_of_the_worst_case(dispatc
         "layout": LAYOUTS["ep"],
         "pattern": "E",
         "moe_token_dispatcher_type": dispatcher,
+        "moe_dispatch": "rows",
         "moe_expert_rank_capacity_factor": 1.25,
     }
     assert of(**options, even=False).peak.bytes == of(**options).peak.bytes
