@@ -109,4 +109,4 @@ def test_a_plan_has_the_trained_share_and_the_counted_products(capsys) -> None:
     assert main(["plan", *shlex.split(words)]) == 0
     text = capsys.readouterr().out
     assert "adapters of rank 4 (scale 8): " in text
-    assert "gradients of weights for trained ones alone." in text
+    assert "MFU counts frozen weights in the same way." in text
