@@ -59,6 +59,7 @@ RESULTS = (
     *real_sizes.RESULTS,
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
+    ROWS := "layouts_4_hybrid1b_tp_rows",
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
 )
 """Result files that contain a measured peak, in the order of the table."""
@@ -243,6 +244,12 @@ def with_states() -> Iterator[tuple[str, float, float]]:
             yield name, *peak
 
 
+def with_rows() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts of four GPUs that exchange rows under products, and without this."""
+    for name, *peak in layouts_of(ROWS, 4, "hybrid1b", as_run=lambda config: config):
+        yield f"{name}, joined products", *peak
+
+
 def of_each_kind() -> Iterator[tuple[str, float, float]]:
     """Yield the layouts with one kind of parallelism that were measured with today's kernels."""
     for result, model in KINDS.items():
@@ -373,6 +380,7 @@ def peaks() -> list[Peak]:
         model_steps(),
         experts("expert_graphs", *SMALL_PACKS),
         of_each_kind(),
+        with_rows(),
         real_models(),
     )
     with complete_machine():
