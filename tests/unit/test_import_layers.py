@@ -244,11 +244,11 @@ def test_a_run_imports_only_the_capabilities_that_its_options_ask_for():
     assert [name for name in names if name.startswith(ONLY_IF_ASKED_FOR)] == []
 
 
-@pytest.mark.parametrize("attempts", [3])
-def test_import_costs_at_most_half_a_second_over_torch(attempts):
-    """Measure the CPU time, which other processes of the machine change less than the elapsed time."""
+def test_import_costs_at_most_a_third_of_the_import_of_torch():
+    """Compare processor times: a slow or busy machine changes both."""
     code = (
-        "import time, torch, sys; start = time.process_time(); import megatron_packed;"
-        "megatron_packed.HybridModel; megatron_packed.MicroBatch; print(time.process_time() - start)"
+        "import time; start = time.process_time(); import torch; between = time.process_time();"
+        "import megatron_packed; megatron_packed.HybridModel; megatron_packed.MicroBatch;"
+        "print((time.process_time() - between) / (between - start))"
     )
-    assert any(float(run_python(code)) < 0.5 for _ in range(attempts))
+    assert any(float(run_python(code)) < 1 / 3 for _ in range(3))
