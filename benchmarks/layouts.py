@@ -99,6 +99,7 @@ COPIED = {"all_to_all_backend": "symmetric_memory"}
 ZERO = {"use_distributed_optimizer": True}
 GRADIENTS = {"overlap_grad_reduce": True}
 OVERLAP = {**GRADIENTS, "overlap_param_gather": True}
+IN_ORDER = {"cp_comm_type": "all_gather", "cp_partition_mode": "contiguous"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp2 zero": ZERO,
@@ -127,6 +128,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         },
         "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
         "cp2 state zero overlap": {**CP2, "mamba_cp_comm_type": "state", **ZERO, **GRADIENTS},
+        "cp2 contiguous": {**CP2, **IN_ORDER},
+        "cp2 contiguous state": {**CP2, **IN_ORDER, "mamba_cp_comm_type": "state"},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
@@ -141,6 +144,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
         "cp4 a2a parts": {"context_parallel_size": 4, "cp_comm_overlap_parts": 2},
         "cp4 state": {"context_parallel_size": 4, "mamba_cp_comm_type": "state"},
+        "cp4 contiguous state": {
+            "context_parallel_size": 4,
+            **IN_ORDER,
+            "mamba_cp_comm_type": "state",
+        },
         "ep4 allgather": {
             "expert_model_parallel_size": 4,
             "moe_token_dispatcher_type": "allgather",

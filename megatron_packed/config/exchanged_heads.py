@@ -44,7 +44,7 @@ def parts_of_layers(run: RunConfig) -> dict[LayerKind, int]:
 def reorders_rows(run: RunConfig) -> bool:
     """Return whether attention reorders rows, because other layers pass states between ranks."""
     exchanged = {kind.exchanges(run.parallel) for kind in run.model.kinds}
-    return {"states", "keys and values"} <= exchanged and run.parallel.context_parallel_size > 1
+    return {"states", "keys and values"} <= exchanged and run.parallel.uses_zigzag
 
 
 def exchanges_of_run(run: RunConfig) -> dict[str, int]:

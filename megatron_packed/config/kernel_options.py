@@ -36,6 +36,7 @@ _KEYS = (
     "optim.optimizer_backend",
     "model.hybrid_layer_pattern",
     "parallel.cp_comm_type",
+    "parallel.cp_partition_mode",
     "parallel.context_parallel_size",
     "training.device",
 )

@@ -148,8 +148,8 @@ class CoreAttention(nn.Module):
 
     Each context-parallel rank holds rows of the hidden state. With ``a2a`` an all-to-all changes to
     the head-parallel layout, the kernel runs on complete documents, and a second all-to-all changes
-    back. With ``all_gather`` and ``p2p`` the ranks send keys and values to each other.
-    If the other layers need contiguous rows, the rows are reordered ([Note: reordered rows]).
+    back. With ``all_gather`` and ``p2p`` the ranks send keys and values to each other. In a zigzag,
+    the rows are reordered if the other layers need contiguous rows ([Note: reordered rows]).
 
     Args:
         config: sizes of the model.
@@ -176,7 +176,10 @@ class CoreAttention(nn.Module):
         self.used_shapes = tuple((n, config.head_dim) for n in (queries, keys, keys))
         """Shapes of a part's queries, keys and values in the kernel of ``a2a``."""
         self.cp = cp
-        self.exchanges_heads = cp.exchanges_heads
+        if cp.exchanges_heads:
+            self.attend = self.attend_by_heads
+        else:
+            self.attend = self._attend_in_zigzag if cp.uses_zigzag else self._attend_in_order
         self.peers = Peers(
             rank=cp.rank,
             size=cp.size,
@@ -201,8 +204,8 @@ class CoreAttention(nn.Module):
     def forward(self, qkv_TO: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attend with the fused queries, keys and values ``(T, O)``; return ``(T, N H)``."""
         heads = self.heads(qkv_TO, self.positions(packed))
-        attend = self.attend_by_heads if self.exchanges_heads else self._attend_by_rows
-        return self.gate(attend(heads.q_TNH, heads.k_TKH, heads.v_TKH, packed), heads.gate_TKF)
+        o_TNH = self.attend(heads.q_TNH, heads.k_TKH, heads.v_TKH, packed)
+        return self.gate(o_TNH, heads.gate_TKF)
 
     def heads(self, qkv_TO: Tensor, positions_T: Tensor | None) -> Heads:
         """Split the fused projection; apply norm and rotary embedding if the model has them.
@@ -266,12 +269,39 @@ class CoreAttention(nn.Module):
 
         return compute_by_heads((q_TNH, k_TKH, v_TKH), attend_part, self.cp.exchange, self.parts)
 
-    def _attend_by_rows(
+    def _attend_in_order(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
     ) -> Tensor:
-        """Attend in the context-parallel layout: queries of this rank's rows, all heads."""
+        """Attend with all heads of this rank's contiguous rows to their documents' earlier keys."""
+        from megatron_packed.layers.contiguous_attention import (
+            EarlierKeys,
+            RankOffsets,
+            rank_offsets,
+        )
+
+        offsets = packed.tables.find(RankOffsets) or rank_offsets(
+            [self.window_size], self.cp, packed
+        )
+        k_SKH, v_SKH = EarlierKeys(self.cp, self.window_size).hold(k_TKH, v_TKH)
+        return varlen_attention(
+            q_TNH,
+            k_SKH,
+            v_SKH,
+            offsets.queries,
+            packed.max_seqlen,
+            cu_seqlens_k=offsets.keys[self.window_size],
+            softmax_scale=self.softmax_scale,
+            window_size=self.window_size,
+            deterministic=self.backends.deterministic,
+            backend=self.backends.varlen_attention,
+        )
+
+    def _attend_in_zigzag(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
+        """Attend with all heads of this rank's rows of a zigzag."""
         order = self.cp.attention_order(packed)
-        assert order is not None, "cp_comm_type all_gather and p2p use zigzag sharding of rows"
+        assert order is not None, "one rank holds all rows"
         if self.cp.reorders_attention:
             q_TNH, k_TKH, v_TKH = to_zigzag((q_TNH, k_TKH, v_TKH), self.cp, packed)
         o_TNH = context_parallel_attention(

@@ -6,12 +6,12 @@ exchange data between the ranks, because they need complete documents. Parameter
 ranks. Their gradients are summed over context-parallel and data-parallel ranks together.
 
 [Note: reordered rows]
-Mamba layers that pass states need contiguous rows, and attention with ``all_gather`` or ``p2p``
-needs a zigzag. There are fewer attention layers than others, so the rows between layers are
-contiguous. Queries, keys and values move to the zigzag, and the outputs move back. The number of
-rows that a rank owes another one depends on the documents, but CUDA graphs need fixed sizes. So
-each move is two all-to-alls of equal parts: rows are exchanged for columns, reordered locally, and
-exchanged back.
+Mamba layers that pass states need contiguous rows, and attention over a zigzag needs other rows.
+There are fewer attention layers than others, so the rows between layers are contiguous. Queries, keys
+and values move to the zigzag, and the outputs move back. The number of rows that a rank owes another
+one depends on the documents, but CUDA graphs need fixed sizes. So each move is two all-to-alls of
+equal parts: rows are exchanged for columns, reordered locally, and exchanged back. Attention over
+contiguous rows (`contiguous_attention`) needs no reordering.
 
 Letters: T tokens of the pack; each of c ranks holds T / c of them. C columns.
 """
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
 HEADS, STATE = "heads", "state"
+ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 
 
 def mamba_cp_comm_type(name: str) -> str:
@@ -72,10 +73,22 @@ def cp_comm_type(name: str) -> str:
     return name
 
 
+def cp_partition_mode(name: str) -> str:
+    """Return the partition of rows for attention that exchanges keys and values.
+
+    Raises:
+        ValueError: the partition is unknown.
+    """
+    if name not in (ZIGZAG, CONTIGUOUS):
+        raise ValueError(f"cp_partition_mode is {name!r}; choose zigzag or contiguous.")
+    return name
+
+
 class Communication(TypedDict, total=False):
     """Options of a model's communication between ranks; see `HybridModel`."""
 
     cp_comm_type: str
+    cp_partition_mode: str
     mamba_cp_comm_type: str
     cp_comm_overlap_parts: int
     sequence_parallel: bool
@@ -98,8 +111,10 @@ class ContextParallel:
     """Communication type of context-parallel attention.
 
     ``a2a`` is an all-to-all to the head-parallel layout and back. ``all_gather`` gathers keys and
-    values; ``p2p`` sends them around a ring. ``all_gather`` and ``p2p`` attend to a zigzag of rows.
+    values; ``p2p`` sends them around a ring.
     """
+    partition_mode: str = ZIGZAG
+    """Rows of a rank in attention with ``all_gather`` and ``p2p``: ``zigzag`` or ``contiguous``."""
     overlap_parts: int = 1
     """Largest number of parts in which exchanged heads travel; see [Note: exchange in parts]."""
     mamba_comm_type: str = HEADS
@@ -133,6 +148,7 @@ class ContextParallel:
             ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
+        partition_mode = cp_partition_mode(communication.get("cp_partition_mode", ZIGZAG))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
@@ -141,6 +157,7 @@ class ContextParallel:
             size=groups.cp.size,
             rank=groups.cp.rank,
             comm_type=comm_type,
+            partition_mode=partition_mode,
             mamba_comm_type=mamba_comm_type if has_states else HEADS,
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
         )
@@ -148,6 +165,11 @@ class ContextParallel:
     @property
     def exchanges_heads(self) -> bool:
         return self.comm_type == A2A
+
+    @property
+    def uses_zigzag(self) -> bool:
+        """Return whether attention needs a zigzag of rows."""
+        return not self.exchanges_heads and self.partition_mode == ZIGZAG
 
     @property
     def passes_states(self) -> bool:
@@ -160,12 +182,12 @@ class ContextParallel:
 
         It is the partition of attention, unless Mamba layers pass states: they need contiguous rows.
         """
-        zigzag = not self.exchanges_heads and not self.passes_states
+        zigzag = self.uses_zigzag and not self.passes_states
         return Partition(size=self.size, rank=self.rank, zigzag=zigzag)
 
     @property
     def attention_partition(self) -> Partition:
-        return Partition(size=self.size, rank=self.rank, zigzag=not self.exchanges_heads)
+        return Partition(size=self.size, rank=self.rank, zigzag=self.uses_zigzag)
 
     @property
     def reorders_attention(self) -> bool:
@@ -307,7 +329,7 @@ def from_zigzag(x: Tensor, cp: ContextParallel, packed: PackedSeqParams) -> Tens
 def _moved(x_TC: Tensor, cp: ContextParallel, packed: PackedSeqParams, *, back: bool) -> Tensor:
     """Reorder the rows of all ranks. See [Note: reordered rows]."""
     order = cp.attention_order(packed)
-    assert order is not None, "cp_comm_type a2a needs no reordering"
+    assert order is not None, "contiguous rows need no reordering"
     channels, (slots_T, places_T) = x_TC.shape[1], order
     from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
 

@@ -126,7 +126,9 @@ class HybridModel(nn.Module):
             micro-batch. Tensor-parallel ranks shard every matrix, and context-parallel ranks split
             the tokens. The initial values do not depend on the layout.
         cp_comm_type: context-parallel attention: ``a2a``, ``all_gather`` (also spelt ``allgather``)
-            or ``p2p``. ``all_gather`` and ``p2p`` need packs in which every document is padded to a
+            or ``p2p``.
+        cp_partition_mode: rows of a rank in attention with ``all_gather`` and ``p2p``:
+            ``contiguous``, or ``zigzag``, which needs packs in which every document is padded to a
             multiple of 2 cp_size.
         mamba_cp_comm_type: context-parallel Mamba layers: ``heads`` or ``state``.
         cp_comm_overlap_parts: largest number of parts in which heads are exchanged between
@@ -157,6 +159,7 @@ class HybridModel(nn.Module):
         max_positions: int,
         groups: ParallelGroups | None = None,
         cp_comm_type: str = "a2a",
+        cp_partition_mode: str = "zigzag",
         mamba_cp_comm_type: str = "heads",
         cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,
@@ -178,6 +181,7 @@ class HybridModel(nn.Module):
         self.cp = ContextParallel.from_groups(
             groups,
             cp_comm_type=cp_comm_type,
+            cp_partition_mode=cp_partition_mode,
             mamba_cp_comm_type=mamba_cp_comm_type,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
             has_states=any(kind.passes_states for kind in kinds_of(config.layer_types)),

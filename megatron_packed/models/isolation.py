@@ -164,8 +164,8 @@ def check_isolation(
         small = small_config(symbol, model_config, heads, ep_size, variant=variant)
         chunk = small.mamba_chunk_size * -(-8 // small.mamba_chunk_size)  # several short ones
         total = -(-(2 * chunk + 32) // BLOCK) * BLOCK * ranks
-        # Without an exchange of heads, every document is padded, so the pack needs more slots.
-        slots = total if cp.exchanges_heads else total + BLOCK * ranks
+        # For a zigzag every document is padded, so the pack needs more slots.
+        slots = total + BLOCK * ranks if cp.uses_zigzag else total
         model = HybridModel(
             small,
             vocab_size=VOCAB,

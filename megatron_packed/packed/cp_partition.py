@@ -6,7 +6,8 @@ partitions:
 
 * **contiguous**: rank r has slots ``[r T / c, (r + 1) T / c)``. The border between ranks may be
   inside a document, and documents need no padding. This partition is for mixers that process
-  complete sequences of a part of the heads, with equal work on all ranks.
+  complete sequences of a part of the heads, with equal work on all ranks. It is also for mixers that
+  receive states, or keys and values, from earlier ranks.
 * **zigzag**: every document is cut into 2c chunks of equal length, and rank r has chunks r and
   2c - 1 - r of each document, in the order of documents. So all ranks have the same number of pairs
   of query and visible key in causal attention. Lengths are multiples of 2c
@@ -71,7 +72,7 @@ class Partition:
                 f"{what} has {offsets[number + 1] - offsets[number]} token slots. A zigzag over cp_size = {self.size} "
                 f"ranks cuts every document into {self.alignment} equal chunks, so lengths must be multiples of "
                 f"{self.alignment}. Add {flags.PAD_PACKED_SEQ_ALIGNMENT} {self.alignment}, or use "
-                f"{flags.CP_COMM_TYPE} a2a, which needs no padding."
+                f"{flags.CP_COMM_TYPE} a2a or {flags.CP_PARTITION_MODE} contiguous, which need no padding."
             )
 
     def order(self, packed: PackedSeqParams) -> RankOrder | None:

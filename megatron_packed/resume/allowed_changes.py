@@ -236,7 +236,8 @@ def _data_refusal(run: AskedRun, stored: Resumed) -> str | None:
     keys = {*_PACKS, *(_TOKENS if others else ())}
     # The parallel layout changes the packs only if it changes the alignment of documents.
     if run.plan is not None and run.plan.alignment != stored.config.document_alignment:
-        keys |= {"parallel.context_parallel_size", "parallel.cp_comm_type"}
+        names = ("context_parallel_size", "cp_comm_type", "cp_partition_mode")
+        keys |= {f"parallel.{name}" for name in names}
     if not run.changes(options, keys)[0]:
         # These options include the weights of a blend, which change the order of documents.
         keys |= {*_TOKENS}

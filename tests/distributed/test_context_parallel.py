@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_packed.layers.attention as attention
+import megatron_packed.layers.contiguous_attention as contiguous_attention
 import megatron_packed.layers.state_passing as state_passing
 from megatron_packed.distributed.collectives import (
     all_reduce_sum,
@@ -24,6 +25,7 @@ from megatron_packed.distributed.flat_buffers import FlatBuffers
 from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.layers.context_parallel import ContextParallel
+from megatron_packed.layers.contiguous_attention import EarlierKeys
 from megatron_packed.layers.state_passing import StatePassing
 from megatron_packed.models.hybrid_model import HybridModel
 from megatron_packed.packed.micro_batch import MicroBatch
@@ -127,10 +129,12 @@ class Run:
     mutation: str | None = None
     mamba: str = "heads"
     """Communication of Mamba layers."""
+    partition: str = "zigzag"
+    """Rows of a rank in attention that exchanges keys and values."""
 
     @property
     def alignment(self) -> int:
-        return 1 if self.comm_type == "a2a" else ALIGNMENT
+        return 1 if self.comm_type == "a2a" or self.partition == "contiguous" else ALIGNMENT
 
 
 def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
@@ -141,6 +145,7 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
         dtype=run.dtype,
         max_positions=SLOTS,
         cp_comm_type=run.comm_type,
+        cp_partition_mode=run.partition,
         mamba_cp_comm_type=run.mamba,
         sequence_parallel=run.sequence_parallel,
     )
@@ -268,6 +273,45 @@ def test_ranks_compute_what_one_process_computes(
     pattern = "M*-M" if CASES[case].get("add_bias_linear") else "M*-EM"  # Experts have no biases.
     number = list(CASES).index(case)
     check(pools, world_size, layout, variants(layout, number, changes=CASES[case], pattern=pattern))
+
+
+WINDOWS = {
+    "": {},
+    "of some rows of one rank": {"window_size": "5,0"},
+    "of one more than the rows of a rank": {"window_size": "32,0"},
+    "of two ranks": {"window_size": "40,0"},
+    "of the token itself": {"window_size": "0,0"},
+    "in every second layer": {"window_size": "9,0", "window_attn_skip_freq": "2"},
+}
+"""Windows of attention; four ranks have 32 rows each."""
+
+
+@pytest.mark.shows(
+    "eager",
+    "CP contiguous",
+    of=lambda world_size, layout: (world_size, layout, {"hybrid_layer_pattern": "*-*"}),
+)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_ranks_attend_over_contiguous_rows(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """Check documents that borders cut anywhere, windows, and rows between all kinds of layers."""
+    both = [
+        replace(run, partition="contiguous")
+        for run in variants(layout, changes={**TIED, **ROPE}, pattern="*-*")
+        if run.comm_type != "a2a"
+    ]
+    runs = [
+        replace(run, changes={**run.changes, **window})
+        for run in both
+        for window in WINDOWS.values()
+        if len(window) < 2 or world_size == 4
+    ]
+    changes = CASES["groups and keys for all ranks, rope, expert bias"]
+    runs += [replace(run, changes={**changes, **DELTA}, pattern="MG*E") for run in both]
+    runs += [replace(run, changes=TIED, pattern="M*-", mamba="state") for run in both]
+    runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[-2:]]
+    check(pools, world_size, layout, runs)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), FOUR_RANKS, ids=str)
@@ -576,7 +620,7 @@ def leaks(groups: ParallelGroups, runs: list[Run], joined: bool = False) -> list
     for run in runs:
         model = build(run, groups)
         moved = {"loss": 0.0, "input gradients": 0.0, "own": 0.0}
-        cuts = CUT if run.comm_type == "a2a" else CUT_ALIGNED
+        cuts = CUT if run.alignment == 1 else CUT_ALIGNED
         if groups.world_size == 2 or groups.tp.size > 1:
             cuts = {name: lengths for name, lengths in cuts.items() if name in FEWER_CUTS}
         for lengths in cuts.values():
@@ -613,6 +657,7 @@ ISOLATED = [
     "CP a2a",
     "CP all_gather",
     "CP p2p",
+    "CP contiguous",
     "CP state",
     of=lambda world_size, layout, sequence_parallel: (
         world_size,
@@ -630,6 +675,11 @@ def test_other_documents_do_not_change_by_a_bit(
     )
     # The two zigzag communications differ in attention only.
     runs = [a2a, replace(all_gather, pattern="*-"), p2p]
+    runs += [
+        replace(run, pattern="*-", partition="contiguous", changes={**changes, **window})
+        for run in (all_gather, p2p)
+        for window in ({}, {"window_size": "9,0"})
+    ]
     runs += [replace(run, pattern="M*GM", mamba="state") for run in (a2a, p2p)]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
@@ -645,6 +695,11 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
         for pattern in ("M", "G", "*")
     ]
     runs += [replace(run, mamba="state") for run in runs if run.pattern == "M"]
+    runs += [
+        replace(run, partition="contiguous")
+        for run in runs
+        if run.pattern == "*" and run.comm_type != "a2a"
+    ]
     for rank in pools.run(leaks, 2, runs, True, layout={"cp_size": 2}, timeout=120):
         for moved in rank:
             assert min(moved["loss"], moved["input gradients"]) > 1e-6
@@ -655,6 +710,18 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
 
 def _passed_without_return(x: Tensor, group: Any) -> Tensor:
     return linear_map(x, group, pass_to_next, lambda dy, _: dy)
+
+
+def _own_keys(keys: EarlierKeys, packed: Any) -> Tensor:
+    rows = packed.total_tokens // keys.cp.size
+    return packed.cu_seqlens.clamp(keys.cp.rank * rows, (keys.cp.rank + 1) * rows)
+
+
+_reach = EarlierKeys.reach
+
+
+def _one_row_less(keys: EarlierKeys, rows: int) -> int:
+    return _reach(keys, rows) - 1
 
 
 def _unsorted(cp: ContextParallel, x: Tensor, packed: Any) -> Tensor:
@@ -692,6 +759,18 @@ def _first_part(num_segments: int) -> Callable[..., Shard]:
 
 PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "gathering keys without a sum in backward": (attention, "gather_rows", gathered_without_sum),
+    "gathering earlier keys without a sum": (
+        contiguous_attention,
+        "gather_rows",
+        gathered_without_sum,
+    ),
+    "passing earlier keys on without a way back": (
+        contiguous_attention,
+        "pass_on",
+        _passed_without_return,
+    ),
+    "keys of a rank's own rows": (EarlierKeys, "offsets", _own_keys),
+    "one row too few": (EarlierKeys, "reach", _one_row_less),
     "passing keys on without a way back": (attention, "pass_on", _passed_without_return),
     "counts of a rank's own tokens": (ContextParallel, "sum_of_statistics", own_value),
     "rows left in the order of ranks": (ContextParallel, "in_order_of_slots", _unsorted),
@@ -710,6 +789,21 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 MUTATIONS = [
     Run("all_gather", TIED, "*", mutation="gathering keys without a sum in backward"),
     Run("p2p", TIED, "*", mutation="passing keys on without a way back"),
+    *(
+        Run(
+            comm,
+            {**TIED, "window_size": "9,0"},
+            "*",
+            partition="contiguous",
+            mutation=mutation,
+        )
+        for comm, mutation in (
+            ("all_gather", "gathering earlier keys without a sum"),
+            ("all_gather", "keys of a rank's own rows"),
+            ("p2p", "passing earlier keys on without a way back"),
+            ("p2p", "one row too few"),
+        )
+    ),
     Run("a2a", {**TIED, **LOSSES}, "E", mutation="counts of a rank's own tokens"),
     Run("p2p", TIED, "M", mutation="rows left in the order of ranks"),
     Run("p2p", TIED, "M", mutation="rows sent back in the order of slots"),

@@ -5,23 +5,29 @@ from typing import Any
 
 from support.runs import Data, assert_same_log, in_folder, run, tiny_options, trained
 
-HALF, LAST = 3, 6
+THIRD, LAST = 2, 6
 OPTIONS: dict[str, Any] = {
     "train_iters": LAST,
-    "eval_interval": HALF,
+    "eval_interval": THIRD,
     "no_isolation_self_test": None,
     "num_attention_heads": 4,
 }
 A2A: dict[str, Any] = {"context_parallel_size": 2}
 RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+IN_ORDER: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "cp_comm_type": "all_gather",
+    "cp_partition_mode": "contiguous",
+}
 
 
 def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     data: Data, tmp_path: Path
 ) -> None:
-    """A run with a2a on two processes that resumes with p2p on four equals a run of one process.
+    """A run with a2a on two processes resumes with contiguous keys, then with p2p on four processes.
 
-    The four processes also use tensor parallelism of 2, and pass the states of Mamba layers.
+    It equals a run of one process. The four processes also use tensor parallelism of 2, and pass the
+    states of Mamba layers.
     """
     options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -30,9 +36,11 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     [padding] = [
         line for line in said.splitlines() if "Documents begin at multiples of 4 slots" in line
     ]
-    said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=HALF, **A2A)
-    assert "1 tensor-parallel x 2 context-parallel by a2a x 1 data-parallel" in said
-    assert "isolation self-test: 12 checks passed" in said and padding in said
+    for number, (name, way) in enumerate({"a2a": A2A, "all_gather": IN_ORDER}.items(), 1):
+        end = number * THIRD
+        said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=end, **way)
+        assert f"1 tensor-parallel x 2 context-parallel by {name} x 1 data-parallel" in said
+        assert "isolation self-test: 12 checks passed" in said and padding in said
     layout = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
@@ -44,7 +52,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
         together, 4, options, **layout
     )  # p2p on two ranks uses the same alignment without a flag.
     assert (
-        f"(iteration {HALF})" in said
+        f"(iteration {2 * THIRD})" in said
         and "isolation self-test: 12 checks passed" in said
         and padding in said
     )
@@ -53,7 +61,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
 
 def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:
     options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
-    trained(tmp_path, 2, options, exit_interval=HALF, **A2A)
+    trained(tmp_path, 2, options, exit_interval=THIRD, **A2A)
     refused = run({**options, **in_folder(tmp_path), **RING}, tmp_path, 2)
     words = (
         "another order of the data: --cp-comm-type p2p, was a2a; leave out --cp-comm-type to resume"

@@ -51,22 +51,26 @@ def train(
     comm_type: str,
     pattern: str,
     backends: dict[str, str],
+    *,
     mamba_comm_type: str = "heads",
+    partition: str = "zigzag",
+    **changes: Any,
 ) -> dict[str, Tensor]:
     """Return loss and gradients of one pack over all ranks.
 
     ``moved`` is the largest change in this rank's other rows after one document changed.
     """
     model = HybridModel(
-        ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS),
+        ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS | changes),
         groups=groups,
         cp_comm_type=comm_type,
+        cp_partition_mode=partition,
         mamba_cp_comm_type=mamba_comm_type,
         dtype=torch.bfloat16,
         backends=backends,
         **SIZES,
     ).train()
-    alignment = 1 if comm_type == "a2a" else 4
+    alignment = 1 if comm_type == "a2a" or partition == "contiguous" else 4
     batch, group = pack(alignment), None if groups is None else groups.cp.group
     output = model(batch)
     output.loss.backward()
@@ -80,8 +84,10 @@ def train(
     return found
 
 
-def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
-    return train(groups, *arguments)
+def train_rank(
+    groups: ParallelGroups, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    return train(groups, *arguments, **options)
 
 
 LAYERS = "M*-G*"
@@ -108,15 +114,33 @@ PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state", "hybrid_layer_pattern": S
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
 def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
-    compare_with_one(comm_type, SCANS, {}, "state")
+    compare_with_one(comm_type, SCANS, {}, mamba_comm_type="state")
 
 
-def compare_with_one(*arguments: Any) -> None:
+IN_ORDER = {"cp_size": 2, "cp_partition_mode": "contiguous", "hybrid_layer_pattern": LAYERS}
+
+
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {**IN_ORDER, "cp_comm_type": comm_type}))
+@pytest.mark.shows("isolation", of=lambda comm_type: (2, {**IN_ORDER, "cp_comm_type": comm_type}))
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"window_size": "99,0"}, {"kv_channels": 256}],
+    ids=["heads of 64", "window", "heads of 256"],
+)
+def test_two_gpus_attend_over_contiguous_rows(comm_type: str, changes: dict[str, Any]) -> None:
+    """A border between the ranks cuts the sixth document."""
+    compare_with_one(comm_type, LAYERS, {}, partition="contiguous", **changes)
+
+
+def compare_with_one(*arguments: Any, **options: Any) -> None:
     """Compare losses and gradients of two ranks with those of one process."""
-    expected = train(None, *arguments)
-    moves = largest_moves(arguments[1])
+    expected = train(None, *arguments, **options)
+    changes = {k: v for k, v in options.items() if k not in ("mamba_comm_type", "partition")}
+    moves = largest_moves(arguments[1], changes)
     ranks = run_distributed(
-        train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300
+        train_rank, 2, arguments, options, backend="nccl", layout={"cp_size": 2}, timeout=300
     )
     for found in ranks:
         assert float(found["moved"]) == 0
@@ -126,9 +150,9 @@ def compare_with_one(*arguments: Any) -> None:
             assert apart <= max(LARGEST_ERROR, 2 * move), f"{name}: {apart:.1e}, moves {move:.1e}"
 
 
-def largest_moves(pattern: str) -> dict[str, float]:
+def largest_moves(pattern: str, changes: dict[str, Any]) -> dict[str, float]:
     """Return how far rounded weights move each gradient of a model in float32, in one process."""
-    config = ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS)
+    config = ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS | changes)
     model = HybridModel(config, dtype=torch.float32, backends={}, **SIZES).train()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     generator = torch.Generator(device="cuda").manual_seed(0)

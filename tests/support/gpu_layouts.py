@@ -116,6 +116,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "cp2 all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp2 contiguous": {
+        "context_parallel_size": 2,
+        "cp_comm_type": "all_gather",
+        "cp_partition_mode": "contiguous",
+    },
+    "cp2 p2p contiguous state": {
+        "context_parallel_size": 2,
+        "cp_comm_type": "p2p",
+        "cp_partition_mode": "contiguous",
+        "mamba_cp_comm_type": "state",
+    },
     "cp2 state": {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
     "cp2 p2p state": {
         "context_parallel_size": 2,

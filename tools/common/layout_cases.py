@@ -332,6 +332,7 @@ def draw_parallel(draw: random.Random, pattern: str) -> tuple[int, dict[str, Any
         "sequence_parallel": tp > 1 and draw.random() < 0.6,
         "context_parallel_size": cp,
         "cp_comm_type": draw.choice(["p2p", "a2a", "all_gather"]),
+        "cp_partition_mode": draw.choice(["zigzag", "contiguous"]),
         "mamba_cp_comm_type": draw.choice(["heads", "state"]) if cp > 1 else "heads",
         "cp_comm_overlap_parts": draw.choice([1, 1, 2]) if cp > 1 else 1,
         "expert_model_parallel_size": ep,

@@ -27,6 +27,8 @@ SYMBOL, ATTN = "*", "attention"
 ATTENTION_LAYERS = layers(SYMBOL)
 ZIGZAG_BACKENDS = ("transformer_engine", "reference")
 """Attention kernels for rows that context-parallel ranks hold in zigzag order."""
+CONTIGUOUS_BACKENDS = ("flash_attn_4", "flash_attn_2", "reference")
+"""Attention kernels whose documents may have keys on earlier context-parallel ranks."""
 TRANSFORMER_ENGINE_HEAD_LIMIT = 128
 """Widest attention head, in channels, of TransformerEngine's packed kernels."""
 CORE_ATTENTION = "core_attn"
@@ -337,7 +339,7 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
 
 
 def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
-    """Yield problems of the attention kernel with the size of heads and with zigzag rows."""
+    """Yield problems of the attention kernel with the size of heads and with rows of a rank."""
     if not sound("training.attention_backend"):
         return
     training, parallel, width = run.training, run.parallel, run.model.kv_channels
@@ -356,16 +358,24 @@ def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
             f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels, not of {width}",
             "add another --attention-backend, or give local",
         )
-    zigzag = (
-        sound("parallel.context_parallel_size", "parallel.cp_comm_type")
-        and parallel.document_alignment > 1
-    )
-    if zigzag and training.attention_backend not in ("auto", *ZIGZAG_BACKENDS):
+    options = ("context_parallel_size", "cp_comm_type", "cp_partition_mode")
+    if not sound(*(f"parallel.{name}" for name in options)) or not parallel.exchanges_keys:
+        return
+    fitting = ZIGZAG_BACKENDS if parallel.uses_zigzag else CONTIGUOUS_BACKENDS
+    if training.attention_backend not in ("auto", *fitting):
+        of_mode = "" if parallel.uses_zigzag else " --cp-partition-mode contiguous"
         yield training.problem(
             "attention_backend",
-            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type} "
-            "requires",
-            f"give auto or {' or '.join(ZIGZAG_BACKENDS)}, or --cp-comm-type a2a",
+            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type}"
+            f"{of_mode} requires",
+            f"give auto or {' or '.join(fitting)}, or --cp-comm-type a2a",
+        )
+    elif uses_transformer_engine and not parallel.uses_zigzag:
+        yield parallel.problem(
+            "cp_partition_mode",
+            "needs keys before a document's first query, which TransformerEngine's attention of "
+            "--transformer-impl transformer_engine is not built for",
+            "name an --attention-backend, or give zigzag",
         )
 
 

@@ -50,6 +50,10 @@ HEADS_IN_PARTS = Condition(
     "no layer exchanges heads in more than one part",
     lambda run, processes: max(parts_of_layers(run).values(), default=1) != 1,
 )
+KEYS_BETWEEN_RANKS = Condition(
+    "attention exchanges heads, not keys and values (--cp-comm-type)",
+    lambda run, processes: run.parallel.cp_comm_type != "a2a",
+)
 GATHERS_DURING_STEPS = Condition(
     "graphs of whole steps gather the weights at the end of each step",
     lambda run, processes: not run.cuda_graph.captures_steps,
@@ -85,13 +89,20 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
     cp_comm_type: str = option(
         "a2a",
         "Communication of context-parallel attention. a2a exchanges heads for tokens. "
-        "all_gather and p2p (a ring) exchange keys and values and cut each document into equal "
-        "chunks, see --pad-packed-seq-alignment.",
+        "all_gather and p2p (a ring) exchange keys and values, see --cp-partition-mode.",
         choices=("a2a", "all_gather", "p2p"),
         value_aliases={"allgather": "all_gather"},
         not_built={"a2a+p2p": "give a2a, all_gather or p2p"},
         megatron=("p2p", "no document needs padding, and every attention kernel can be used"),
         only_if=CONTEXT_PARALLEL,
+    )
+    cp_partition_mode: str = option(
+        "zigzag",
+        "Tokens of a context-parallel rank in attention that exchanges keys and values. With zigzag "
+        "the ranks have equal work, and each document is padded, see --pad-packed-seq-alignment. "
+        "With contiguous no document is padded; heads of 256 and attention windows work too.",
+        choices=("zigzag", "contiguous"),
+        only_if=(CONTEXT_PARALLEL, KEYS_BETWEEN_RANKS),
     )
     cp_comm_overlap_parts: int = option(
         1,
@@ -175,11 +186,17 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         """Number that divides the length of every document in its pack: the number of chunks that a
         zigzag cuts a document into, or 1.
         """
-        return (
-            1
-            if self.context_parallel_size == 1 or self.cp_comm_type == "a2a"
-            else 2 * self.context_parallel_size
-        )
+        return 2 * self.context_parallel_size if self.uses_zigzag else 1
+
+    @property
+    def exchanges_keys(self) -> bool:
+        """Return whether attention exchanges keys and values between ranks."""
+        return self.context_parallel_size > 1 and self.cp_comm_type != "a2a"
+
+    @property
+    def uses_zigzag(self) -> bool:
+        """Return whether the rows of a rank in attention are a zigzag."""
+        return self.exchanges_keys and self.cp_partition_mode == "zigzag"
 
     @property
     def ranks_per_row(self) -> int:
@@ -363,14 +380,15 @@ def _row_rules(parallel: ParallelConfig, packing: PackingConfig, sound: Sound) -
             else f"choose a size from {divisors(tokens)}, or leave it out",
         )
     chunks, alignment = parallel.document_alignment, packing.pad_packed_seq_alignment
-    if tokens % cp or not sound("parallel.cp_comm_type", "packing.pad_packed_seq_alignment"):
+    sound_modes = sound("parallel.cp_comm_type", "parallel.cp_partition_mode")
+    if tokens % cp or not sound_modes or not sound("packing.pad_packed_seq_alignment"):
         return
     if tokens % chunks:
         yield parallel.problem(
             "cp_comm_type",
             f"cuts packs and documents into 2 x {cp_flag} ({cp}) chunks, but {chunks} does not "
             f"divide the {tokens} token slots of a pack",
-            f"give a2a, or a --seq-length that is a multiple of {chunks}",
+            f"give a2a, --cp-partition-mode contiguous, or a --seq-length that is a multiple of {chunks}",
         )
     elif alignment is not None and (alignment % chunks or tokens % alignment):
         fitting = in_words([size for size in every_divisor(tokens) if size % chunks == 0])

@@ -33,9 +33,13 @@ changing order, and one pair of equal runs may show it and the next may not.
 
 
 def _tables(config: ModelConfig, build: Build) -> TableBuilder | None:
-    """Return the builder of the kernel's tables; None if the kernel of the run reads none."""
-    if not build.cp.exchanges_heads:
+    """Return the builder of the tables of a pack; None if attention reads none."""
+    if build.cp.uses_zigzag:
         return None
+    if not build.cp.exchanges_heads:
+        from megatron_packed.layers.contiguous_attention import rank_offsets
+
+        return partial(rank_offsets, config.attention_windows, build.cp)
     queries, keys = attended_heads(config, build.tp, build.cp)
     prepare = partial(
         prepare_tables,

@@ -1,7 +1,7 @@
 """Causal attention inside each document of a pack: its backends, in order, and their choice.
 
-Shapes: T token slots of the pack, N query heads, K key/value heads (N a multiple of K), H head
-dimension, D documents.
+Shapes: T rows of queries; S rows of keys and values, T unless they have offsets of their own. N query
+heads, K key/value heads (N a multiple of K), H head dimension, D documents.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.backend_dispatch import Backend, GPUBackend, Op, OpWork
 from megatron_packed.ops.varlen_attention.tables import (
@@ -83,6 +84,8 @@ class VarlenAttentionInputs:
     deterministic: bool
     automatic: bool = True
     """True if the user did not request a backend by name."""
+    earlier_keys: bool = False
+    """True if keys have offsets of their own: documents have keys before their first query."""
     oversized_backward: int = 0
     """Elements of flash-attn's padded varlen gradient buffer if they exceed 32-bit offsets, else 0."""
     oversized_square: int = 0
@@ -99,6 +102,8 @@ class AttentionCall(NamedTuple):
     """Arguments of a call besides q, k and v; see `api.varlen_attention`."""
 
     cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    """``cu_seqlens``, unless documents have keys before their first query."""
     max_seqlen: int
     softmax_scale: float
     window_size: int | None
@@ -134,6 +139,13 @@ def offset_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     ]
 
 
+def earlier_key_reasons(inputs: VarlenAttentionInputs) -> list[str]:
+    """Return the reason against keys before a document's first query."""
+    if not inputs.earlier_keys:
+        return []
+    return ["documents have keys on earlier context-parallel ranks, which is not built for it"]
+
+
 def head_dim_reasons(head_dim: int, widest: int, multiple: int = 8) -> list[str]:
     """Return the reason against a head dimension that is no ``multiple`` or exceeds ``widest``."""
     if head_dim % multiple == 0 and 0 < head_dim <= widest:
@@ -163,10 +175,12 @@ def attention_inputs(
     window_size: int | None,
     deterministic: bool,
     automatic: bool,
+    earlier_keys: bool = False,
 ) -> VarlenAttentionInputs:
     """Return the inputs that determine the choice of a backend.
 
     Args:
+        tokens: rows of keys.
         num_sequences: number of documents, plus 1 for the tail.
         window_size: number of visible tokens, at least 1, or None for all.
         automatic: True if the user did not request a backend by name.
@@ -186,6 +200,7 @@ def attention_inputs(
         window_size=window_size,
         deterministic=deterministic,
         automatic=automatic,
+        earlier_keys=earlier_keys,
         oversized_backward=elements if elements >= _INT32_LIMIT else 0,
         oversized_square=square if exact and square >= _DETERMINISTIC_SQUARE_LIMIT else 0,
     )
@@ -200,11 +215,12 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def varlen_attention(
     q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
+    cu_seqlens_k: Tensor | None = None,
     seq_idx_1T: Tensor | None = None,
     softmax_scale: float | None = None,
     window_size: int | None = None,
@@ -217,16 +233,20 @@ def varlen_attention(
     A token sees itself and the earlier tokens of its own document.
 
     Args:
-        q_TNH, k_TKH, v_TKH: bfloat16, float16 or float32; the last dimension is contiguous, the
+        q_TNH, k_SKH, v_SKH: bfloat16, float16 or float32; the last dimension is contiguous, the
             others may have any strides.
         cu_seqlens: int32 ``(D + 1,)`` on the tensors' device, first 0, last T. Documents of length
             0, which have no rows, are allowed at any position.
-        max_seqlen: host integer, at least the longest document (T under capture).
+        max_seqlen: host integer, at least the longest document (S under capture).
+        cu_seqlens_k: int32 ``(D + 1,)`` offsets of each document's keys in the S rows; None if they
+            are the offsets of the queries. The last query of a document belongs to its last key, so
+            a document has at least as many keys as queries. Rows outside all documents may hold
+            anything, and get zeros as gradients.
         seq_idx_1T: int32 ``(1, T)`` document number of each token. Only the mask backends read it;
             None derives it from ``cu_seqlens``.
         softmax_scale: scale of the scores; None means 1 / sqrt(H).
         window_size: a token sees itself and the ``window_size - 1`` tokens before it. None, 0 and
-            at least T mean no window.
+            at least S mean no window.
         deterministic: equal inputs give equal bits in all gradients in each run.
         tables: result of ``prepare_tables`` for this micro-batch; if None, a mask backend builds
             its own tables.
@@ -238,13 +258,13 @@ def varlen_attention(
         NoBackendError: the requested backend, or with ``auto`` each backend, does not support the
             inputs; the message lists the reasons.
     """
-    _check(q_TNH, k_TKH, v_TKH, cu_seqlens, max_seqlen)
+    _check(q_TNH, k_SKH, v_SKH, cu_seqlens, cu_seqlens_k, max_seqlen)
     tokens, num_heads, head_dim = q_TNH.shape
-    window = effective_window(window_size, tokens)
+    window = effective_window(window_size, k_SKH.shape[0])
     inputs = attention_inputs(
-        tokens=tokens,
+        tokens=k_SKH.shape[0],
         num_heads=num_heads,
-        num_kv_heads=k_TKH.shape[1],
+        num_kv_heads=k_SKH.shape[1],
         head_dim=head_dim,
         dtype=q_TNH.dtype,
         device=q_TNH.device,
@@ -252,6 +272,7 @@ def varlen_attention(
         window_size=window,
         deterministic=deterministic,
         automatic=backend == "auto",
+        earlier_keys=cu_seqlens_k is not None,
     )
     chosen = OP.chosen[backend, inputs]
     if backend == "auto":
@@ -260,8 +281,11 @@ def varlen_attention(
     if kind and not (isinstance(tables, kind) and tables.window_size == window):
         seq_idx_1T = document_numbers(cu_seqlens, tokens) if seq_idx_1T is None else seq_idx_1T
         tables = build_tables(chosen.name, seq_idx_1T, window)
+    if cu_seqlens_k is not None:
+        k_SKH, v_SKH = (_with_zeros_outside(x_SKH, cu_seqlens_k) for x_SKH in (k_SKH, v_SKH))
     call = AttentionCall(
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         # With 1, flash-attn 2 refuses grouped heads beside empty documents.
         max_seqlen=max(max_seqlen, 2),
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -269,8 +293,33 @@ def varlen_attention(
         deterministic=deterministic,
         tables=tables,
     )
-    out_TNH: Tensor = chosen.loaded.run(q_TNH, k_TKH, v_TKH, call)
+    out_TNH: Tensor = chosen.loaded.run(q_TNH, k_SKH, v_SKH, call)
     return out_TNH
+
+
+class _ZerosOutside(torch.autograd.Function):
+    """Autograd function: the identity, whose gradient is zero outside all documents.
+
+    Kernels write the gradients of a document's rows only, and other rows of their results may hold
+    anything.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_SKH: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+        ctx.save_for_backward(cu_seqlens_k)
+        return x_SKH.view_as(x_SKH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_SKH: Tensor) -> tuple[Tensor, None]:
+        (cu_seqlens_k,) = ctx.saved_tensors
+        row_S = torch.arange(dx_SKH.shape[0], device=dx_SKH.device)
+        outside_S = (row_S < cu_seqlens_k[0]) | (row_S >= cu_seqlens_k[-1])
+        return dx_SKH.masked_fill(outside_S[:, None, None], 0), None
+
+
+def _with_zeros_outside(x_SKH: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    return cast(Tensor, _ZerosOutside.apply(x_SKH, cu_seqlens_k))  # type: ignore[no-untyped-call]
 
 
 def prepare_tables(
@@ -337,31 +386,39 @@ def _warn_if_slow(inputs: VarlenAttentionInputs) -> None:
 
 
 def _check(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_seqlen: int
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen: int,
 ) -> None:
-    shapes = f"q {tuple(q_TNH.shape)}, k {tuple(k_TKH.shape)}, v {tuple(v_TKH.shape)}"
-    if q_TNH.dim() != 3 or k_TKH.dim() != 3 or k_TKH.shape != v_TKH.shape:
-        raise ValueError(f"Expected q (T, N, H) and k, v of one shape (T, K, H); got {shapes}.")
-    if (
-        q_TNH.shape[0] != k_TKH.shape[0]
-        or q_TNH.shape[2] != k_TKH.shape[2]
-        or q_TNH.shape[1] % k_TKH.shape[1]
-    ):
-        raise ValueError(f"q and k need equal T and H, and N a multiple of K; got {shapes}.")
-    if not q_TNH.dtype == k_TKH.dtype == v_TKH.dtype:
+    shapes = f"q {tuple(q_TNH.shape)}, k {tuple(k_SKH.shape)}, v {tuple(v_SKH.shape)}"
+    if q_TNH.dim() != 3 or k_SKH.dim() != 3 or k_SKH.shape != v_SKH.shape:
+        raise ValueError(f"Expected q (T, N, H) and k, v of one shape (S, K, H); got {shapes}.")
+    same_rows = q_TNH.shape[0] == k_SKH.shape[0] or cu_seqlens_k is not None
+    if not same_rows or q_TNH.shape[2] != k_SKH.shape[2] or q_TNH.shape[1] % k_SKH.shape[1]:
         raise ValueError(
-            f"q, k and v need one dtype; got {q_TNH.dtype}, {k_TKH.dtype}, {v_TKH.dtype}."
+            "q and k need equal H, N a multiple of K, and equal rows unless cu_seqlens_k is given; "
+            f"got {shapes}."
         )
-    if (
-        cu_seqlens.dtype != torch.int32
-        or cu_seqlens.dim() != 1
-        or cu_seqlens.device != q_TNH.device
-    ):
+    if not q_TNH.dtype == k_SKH.dtype == v_SKH.dtype:
         raise ValueError(
-            f"cu_seqlens must be int32, one-dimensional and on {q_TNH.device}; "
-            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device}."
+            f"q, k and v need one dtype; got {q_TNH.dtype}, {k_SKH.dtype}, {v_SKH.dtype}."
+        )
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    for name, offsets in given.items():
+        if offsets is None or (
+            offsets.dtype == torch.int32
+            and offsets.shape == (cu_seqlens.numel(),)
+            and offsets.device == q_TNH.device
+        ):
+            continue
+        raise ValueError(
+            f"{name} must be int32, one-dimensional and on {q_TNH.device}, and cu_seqlens_k as long as "
+            f"cu_seqlens ({cu_seqlens.numel()}); got {offsets.dtype} {tuple(offsets.shape)} on {offsets.device}."
         )
     if max_seqlen < 1:
         raise ValueError(
-            f"max_seqlen ({max_seqlen}) must be at least 1: the longest document, or T under capture."
+            f"max_seqlen ({max_seqlen}) must be at least 1: the longest document, or S under capture."
         )

@@ -57,13 +57,13 @@ def _missing_from_the_build(dtype: torch.dtype, head_dim: int) -> list[str]:
     return []
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Tensor:
     out_TNH: Tensor = flash_attn_varlen_func(
         q_TNH,
-        k_TKH,
-        v_TKH,
+        k_SKH,
+        v_SKH,
         call.cu_seqlens,
-        call.cu_seqlens,
+        call.cu_seqlens_k,
         call.max_seqlen,
         call.max_seqlen,
         softmax_scale=call.softmax_scale,

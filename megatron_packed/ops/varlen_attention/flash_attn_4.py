@@ -48,13 +48,13 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     return reasons
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Tensor:
     out_TNH: Tensor = flash_attn_varlen_func(
         q_TNH,
-        k_TKH,
-        v_TKH,
+        k_SKH,
+        v_SKH,
         cu_seqlens_q=call.cu_seqlens,
-        cu_seqlens_k=call.cu_seqlens,
+        cu_seqlens_k=call.cu_seqlens_k,
         max_seqlen_q=call.max_seqlen,
         max_seqlen_k=call.max_seqlen,
         softmax_scale=call.softmax_scale,

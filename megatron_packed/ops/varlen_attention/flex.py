@@ -23,6 +23,7 @@ from megatron_packed.ops.varlen_attention.api import (
     AttentionCall,
     VarlenAttentionInputs,
     capability_reasons,
+    earlier_key_reasons,
 )
 from megatron_packed.ops.varlen_attention.tables import BLOCK, BlockTables
 
@@ -35,7 +36,7 @@ add theirs, and torch's own limit of 8 would end the run with an error.
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    reasons = capability_reasons(inputs, 8)
+    reasons = capability_reasons(inputs, 8) + earlier_key_reasons(inputs)
     if inputs.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"the kernel is tested for bfloat16 and float16, not {inputs.dtype}")
     if inputs.tokens % BLOCK:

@@ -11,20 +11,20 @@ _BLOCK = 128
 """Multiple of rows to which backward pads the sums of each document."""
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Tensor:
     """Return a tensor of the output's shape; output and log-sum-exp are saved too."""
     tokens, heads, _ = q_TNH.shape
     memory = Memory(
         saved=[workspace(heads, tokens)],
-        backward=gradient_sums(q_TNH, k_TKH, tokens, call.cu_seqlens),
+        backward=gradient_sums(q_TNH, k_SKH, tokens, call.cu_seqlens),
         keeps_result=True,
     )
-    return of_shape((tokens, heads, v_TKH.shape[2]), q_TNH, k_TKH, v_TKH, memory=memory)
+    return of_shape((tokens, heads, v_SKH.shape[2]), q_TNH, k_SKH, v_SKH, memory=memory)
 
 
-def gradient_sums(q_TNH: Tensor, k_TKH: Tensor, tokens: int, cu_seqlens: Tensor) -> list[Workspace]:
+def gradient_sums(q_TNH: Tensor, k_SKH: Tensor, tokens: int, cu_seqlens: Tensor) -> list[Workspace]:
     """Return the fp32 sums of dq and two statistics, and of dk and dv of grouped heads."""
-    (_, heads, width), groups = q_TNH.shape, k_TKH.shape[1]
-    rows, wide = tokens + cu_seqlens.shape[0] * _BLOCK, -(-width // 32) * 32
-    sums = [workspace(rows, heads, wide + 2)]
-    return sums + [workspace(rows, groups, wide)] * 2 if heads > groups else sums
+    (_, heads, width), (keys, groups, _) = q_TNH.shape, k_SKH.shape
+    padding, wide = cu_seqlens.shape[0] * _BLOCK, -(-width // 32) * 32
+    sums = [workspace(tokens + padding, heads, wide + 2)]
+    return sums + [workspace(keys + padding, groups, wide)] * 2 if heads > groups else sums

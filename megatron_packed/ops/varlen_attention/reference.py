@@ -11,6 +11,7 @@ pack is one segment with a document mask, and all shapes depend only on T.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,55 +30,114 @@ With more, backward recomputes each block.
 """
 
 
-def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:
+def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Tensor:
     """Run the reference.
 
-    On a CPU, offsets that do not fit the tokens are an error: training must not use a wrong pack.
+    On a CPU, offsets that do not fit the rows are an error: training must not use a wrong pack.
     """
-    tokens = q_TNH.shape[0]
+    tokens, keys = q_TNH.shape[0], k_SKH.shape[0]
     math = torch.promote_types(q_TNH.dtype, torch.float32)
-    q, k, v = q_TNH.to(math) * call.softmax_scale, k_TKH.to(math), v_TKH.to(math)
+    q, k, v = q_TNH.to(math) * call.softmax_scale, k_SKH.to(math), v_SKH.to(math)
     if q_TNH.device.type == "cuda":
-        document_T = document_numbers(call.cu_seqlens, tokens)[0]
-        return _attend_segment(q, k, v, document_T, call.window_size).to(q_TNH.dtype)
-    lengths = _document_lengths(call.cu_seqlens, tokens, call.max_seqlen)
-    documents = zip(
-        torch.split(q, lengths), torch.split(k, lengths), torch.split(v, lengths), strict=True
-    )
-    return torch.cat([_attend_segment(*qkv, None, call.window_size) for qkv in documents]).to(
-        q_TNH.dtype
-    )
+        documents = _Documents.on_device(call, tokens, keys)
+        return _attend_segment(q, k, v, 0, documents, call.window_size).to(q_TNH.dtype)
+    rows = _document_rows(call.cu_seqlens, call.cu_seqlens_k, tokens, keys, call.max_seqlen)
+    outputs = [
+        _attend_segment(
+            q[slice(*queries)],
+            k[slice(*seen)],
+            v[slice(*seen)],
+            seen[1] - seen[0] - (queries[1] - queries[0]),
+            None,
+            call.window_size,
+        )
+        for queries, seen in rows
+    ]
+    return torch.cat(outputs).to(q_TNH.dtype)
 
 
-def _document_lengths(cu_seqlens: Tensor, tokens: int, max_seqlen: int) -> list[int]:
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(offsets)]
+class _Documents(NamedTuple):
+    """Documents of a segment that is a complete pack."""
+
+    of_query_T: Tensor
+    of_key_S: Tensor
+    place_T: Tensor | None
+    """Row of each query's own key; None if it is the row of the query."""
+
+    @classmethod
+    def on_device(cls, call: AttentionCall, tokens: int, keys: int) -> _Documents:
+        of_query_T = document_numbers(call.cu_seqlens, tokens)[0]
+        if call.cu_seqlens_k is call.cu_seqlens:
+            return cls(of_query_T, of_query_T, None)
+        # The last query of a document belongs to its last key.
+        shift_D = (call.cu_seqlens_k - call.cu_seqlens)[1:]
+        place_T = torch.arange(tokens, device=shift_D.device) + shift_D[of_query_T]
+        return cls(of_query_T, document_numbers(call.cu_seqlens_k, keys)[0], place_T)
+
+
+_Range = tuple[int, int]
+
+
+def _document_rows(
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor, tokens: int, keys: int, max_seqlen: int
+) -> list[tuple[_Range, _Range]]:
+    """Return the rows of queries and of keys of each document that has queries."""
+    offsets, offsets_k = cu_seqlens.tolist(), cu_seqlens_k.tolist()
+    lengths, lengths_k = (
+        [end - start for start, end in pairwise(each)] for each in (offsets, offsets_k)
+    )
     if offsets[0] != 0 or offsets[-1] != tokens or min(lengths) < 0:
         raise ValueError(
             f"cu_seqlens must start at 0, never decrease and end at T = {tokens}; got {offsets[:8]} ... {offsets[-1]}."
         )
-    if max(lengths) > max_seqlen:
+    outside = offsets_k[0] < 0 or offsets_k[-1] > keys
+    if outside or any(own > seen for own, seen in zip(lengths, lengths_k)):
         raise ValueError(
-            f"The longest document has {max(lengths)} tokens, more than max_seqlen ({max_seqlen})."
+            f"cu_seqlens_k must be offsets of at most S = {keys} rows, with at least as many keys as a document has "
+            f"queries; got {offsets_k[:8]} ... {offsets_k[-1]}."
         )
-    return [length for length in lengths if length]
+    if max(lengths_k) > max_seqlen:
+        raise ValueError(
+            f"The longest document has {max(lengths_k)} tokens, more than max_seqlen ({max_seqlen})."
+        )
+    documents = zip(pairwise(offsets), pairwise(offsets_k))
+    return [(queries, seen) for queries, seen in documents if queries[0] < queries[1]]
 
 
 def _attend_segment(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, document_T: Tensor | None, window_size: int | None
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    earlier: int,
+    documents: _Documents | None,
+    window_size: int | None,
 ) -> Tensor:
-    """Compute causal attention over one segment.
+    """Compute causal attention over one segment: one document, or a complete pack.
 
-    The segment is one document, or a complete pack with document numbers.
+    Args:
+        earlier: number of keys before the first query's own key; not used for a pack.
+        documents: the documents of a pack; None for one document.
     """
     tokens, num_heads = q_TNH.shape[:2]
-    recompute = torch.is_grad_enabled() and num_heads * tokens * tokens // 2 > _SAVED_SCORES_LIMIT
+    pairs = tokens * (tokens // 2 + k_SKH.shape[0] - tokens)
+    recompute = torch.is_grad_enabled() and num_heads * pairs > _SAVED_SCORES_LIMIT
     outputs = []
     for start, q_BNH in zip(range(0, tokens, BLOCK), torch.split(q_TNH, BLOCK), strict=True):
-        end = start + q_BNH.shape[0]
-        first = 0 if window_size is None else max(0, start - window_size + 1)
-        visible_BS = _visible(start, end, first, document_T, window_size, q_TNH.device)
-        block = (q_BNH, k_TKH[first:end], v_TKH[first:end], visible_BS)
+        stop = start + q_BNH.shape[0]
+        if documents is None or documents.place_T is None:
+            first = 0 if window_size is None else max(0, start + earlier - window_size + 1)
+            end = stop + earlier
+            place_B = torch.arange(start + earlier, end, device=q_TNH.device)
+        else:
+            first, end = 0, k_SKH.shape[0]
+            place_B = documents.place_T[start:stop]
+        distance_BS = place_B[:, None] - torch.arange(first, end, device=q_TNH.device)
+        visible_BS = distance_BS >= 0
+        if window_size is not None:
+            visible_BS &= distance_BS < window_size
+        if documents is not None:
+            visible_BS &= documents.of_query_T[start:stop, None] == documents.of_key_S[first:end]
+        block = (q_BNH, k_SKH[first:end], v_SKH[first:end], visible_BS)
         if recompute:
             outputs.append(
                 checkpoint(_attend_block, *block, use_reentrant=False, preserve_rng_state=False)
@@ -85,25 +145,6 @@ def _attend_segment(
         else:
             outputs.append(_attend_block(*block))
     return torch.cat(outputs)
-
-
-def _visible(
-    start: int,
-    end: int,
-    first: int,
-    document_T: Tensor | None,
-    window_size: int | None,
-    device: torch.device,
-) -> Tensor:
-    """Return boolean (B, S), True if a query of start..end-1 sees a key of first..end-1."""
-    q_B1 = torch.arange(start, end, device=device)[:, None]
-    k_1S = torch.arange(first, end, device=device)[None, :]
-    visible_BS = q_B1 >= k_1S
-    if window_size is not None:
-        visible_BS &= q_B1 - k_1S < window_size
-    if document_T is not None:
-        visible_BS &= document_T[start:end, None] == document_T[None, first:end]
-    return visible_BS
 
 
 def _attend_block(q_BNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, visible_BS: Tensor) -> Tensor:

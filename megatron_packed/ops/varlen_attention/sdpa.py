@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_packed.ops.varlen_attention.api import AttentionCall, VarlenAttentionInputs
+from megatron_packed.ops.varlen_attention.api import (
+    AttentionCall,
+    VarlenAttentionInputs,
+    earlier_key_reasons,
+)
 from megatron_packed.ops.varlen_attention.tables import MaskTable
 
 _LONGEST = 16384
@@ -26,7 +30,7 @@ The mask then takes 256 MiB, and the kernel's bias another 512 MiB.
 
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
-    reasons = []
+    reasons = earlier_key_reasons(inputs)
     if inputs.tokens > _LONGEST:
         reasons.append(
             f"T ({inputs.tokens}) exceeds {_LONGEST}, above which a (T, T) mask needs too much memory"

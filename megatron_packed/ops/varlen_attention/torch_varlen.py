@@ -19,6 +19,7 @@ from megatron_packed.ops.varlen_attention.api import (
     VarlenAttentionInputs,
     capability_reasons,
     dtype_reasons,
+    earlier_key_reasons,
     head_dim_reasons,
     offset_reasons,
 )
@@ -41,7 +42,7 @@ def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["torch_varlen"])
     if inputs.deterministic:
         reasons.append("the backward pass has no deterministic option")
-    return reasons + offset_reasons(inputs)
+    return reasons + offset_reasons(inputs) + earlier_key_reasons(inputs)
 
 
 def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, call: AttentionCall) -> Tensor:

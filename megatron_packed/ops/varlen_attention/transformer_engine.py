@@ -25,6 +25,7 @@ from megatron_packed.ops.varlen_attention.api import (
     VarlenAttentionInputs,
     capability_reasons,
     dtype_reasons,
+    earlier_key_reasons,
     head_dim_reasons,
 )
 
@@ -37,6 +38,7 @@ _ALLOW_ATOMICS = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 def not_supported_reasons(inputs: VarlenAttentionInputs) -> list[str]:
     reasons = capability_reasons(inputs, 9) + dtype_reasons(inputs.dtype)
+    reasons += earlier_key_reasons(inputs)
     reasons += head_dim_reasons(inputs.head_dim, WIDEST_HEAD["transformer_engine"])
     if inputs.oversized_square:
         reasons.append(

@@ -122,13 +122,16 @@ CASES = {
         "every rank has all experts": "moe_token_dispatcher_type moe_comm_overlap_parts"
     },
     (
-        "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
+        "--sequence-parallel --cp-comm-type a2a --cp-partition-mode zigzag "
+        "--mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
         "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
         "--distributed-backend gloo --distributed-timeout-minutes 3"
     ): {
         "--tensor-model-parallel-size is 1": "sequence_parallel",
-        "--context-parallel-size is 1": "cp_comm_type mamba_cp_comm_type cp_comm_overlap_parts",
+        "--context-parallel-size is 1": (
+            "cp_comm_type cp_partition_mode mamba_cp_comm_type cp_comm_overlap_parts"
+        ),
         "no two ranks have the same weights": (
             "overlap_grad_reduce use_distributed_optimizer "
             "check_weight_hash_across_dp_replicas_interval "
@@ -147,6 +150,10 @@ CASES = {
         "no layer exchanges heads in more than one part": "cp_comm_overlap_parts"
     },
     "^2 --context-parallel-size 2 --num-attention-heads 4 --cp-comm-overlap-parts 2": {},
+    "^2 --context-parallel-size 2 --cp-partition-mode contiguous": {
+        "attention exchanges heads, not keys and values": "cp_partition_mode"
+    },
+    "^2 --context-parallel-size 2 --cp-comm-type all_gather --cp-partition-mode contiguous": {},
     (
         f"^2 {MOE} ~--num-attention-heads --expert-model-parallel-size 2 "
         "--moe-token-dispatcher-type alltoall "

@@ -90,6 +90,17 @@ INVALID = {
     "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash": (
         "give auto or transformer_engine or reference, or --cp-comm-type a2a"
     ),
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode contiguous --attention-backend flex": (
+        "give auto or flash_attn_4 or flash_attn_2 or reference, or --cp-comm-type a2a"
+    ),
+    (
+        "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode contiguous --bf16 "
+        "--transformer-impl transformer_engine"
+    ): {
+        "--cp-partition-mode": "name an --attention-backend, or give zigzag",
+        "--transformer-impl": "give local",
+    },
+    "--cp-partition-mode blocks": "zigzag",
     "--hybrid-layer-pattern ME": {
         "--num-experts": "expert layers",
         "--hybrid-layer-pattern": "disable-bias-linear",
@@ -387,7 +398,7 @@ INVALID = {
     ),
     "--pad-packed-seq-alignment 5": "choose from 1, 2, 4, 8",
     "^2 --context-parallel-size 2 --cp-comm-type p2p --seq-length 126": {
-        "--cp-comm-type": "multiple of 4"
+        "--cp-comm-type": "--cp-partition-mode contiguous, or a --seq-length that is a multiple of 4"
     },
     "^4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 126": {
         "--sequence-parallel": "whose product divides"

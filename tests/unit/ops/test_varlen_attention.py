@@ -21,7 +21,7 @@ from megatron_packed.ops.varlen_attention import (
     tables,
     torch_varlen,
 )
-from megatron_packed.ops.varlen_attention.api import prepare_tables, varlen_attention
+from megatron_packed.ops.varlen_attention.api import AttentionCall, prepare_tables, varlen_attention
 
 PACKINGS = {
     "one document": [96],
@@ -64,11 +64,14 @@ def dense_attention(q, k, v, cu_seqlens, window=None):
     return torch.cat(outputs)
 
 
+def output_weight(output):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64)
+
+
 def gradients(output, inputs):
-    weight = torch.randn(
-        output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    )
-    return torch.autograd.grad((output.double() * weight).sum(), inputs, retain_graph=True)
+    loss = (output.double() * output_weight(output)).sum()
+    return torch.autograd.grad(loss, inputs, retain_graph=True)
 
 
 def assert_close_with_gradients(out, want, inputs):
@@ -87,25 +90,89 @@ def test_reference_is_dense_attention_of_each_document(lengths, window):
     assert_close_with_gradients(out, want, (q, k, v))
 
 
+def pack_with_a_mask(q, k, v, cu_seqlens, window, cu_seqlens_k=None):
+    """Run on a CPU the code for GPUs, which computes the pack as one segment with a mask."""
+    call = AttentionCall(
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        max_seqlen=q.shape[0],
+        softmax_scale=8**-0.5,
+        window_size=window,
+        deterministic=True,
+        tables=None,
+    )
+    documents = reference._Documents.on_device(call, q.shape[0], k.shape[0])
+    return reference._attend_segment(q * call.softmax_scale, k, v, 0, documents, window)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_gpu_path_is_the_cpu_path(window, monkeypatch):
-    """Check on a CPU the code for GPUs, which computes the pack as one segment with a mask."""
     lengths = [1, 300, 0, 40, 259]
     cu_seqlens, tokens = offsets(lengths), sum(lengths)
     q, k, v = random_qkv(tokens)
-    masked = reference._attend_segment(
-        q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window
-    )
+    masked = pack_with_a_mask(q, k, v, cu_seqlens, window)
     alone = varlen_attention(q, k, v, cu_seqlens, tokens, window_size=window)
     torch.testing.assert_close(masked, alone, rtol=1e-5, atol=1e-6)
     # With limit 0, backward recomputes each block, with the same bits.
     monkeypatch.setattr(reference, "_SAVED_SCORES_LIMIT", 0)
-    recomputed = reference._attend_segment(
-        q * 8**-0.5, k, v, tables.document_numbers(cu_seqlens, tokens)[0], window
-    )
+    recomputed = pack_with_a_mask(q, k, v, cu_seqlens, window)
     assert torch.equal(recomputed, masked)
     for got, expected in zip(gradients(recomputed, (q, k, v)), gradients(masked, (q, k, v))):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["cpu path", "gpu path"])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("lengths", PACKINGS.values(), ids=PACKINGS)
+def test_a_part_of_the_queries_sees_the_earlier_keys_of_its_documents(lengths, window, masks):
+    """The rows outside the documents of a part hold NaN, and get zeros as gradients."""
+    cu_seqlens, tokens = offsets(lengths), sum(lengths)
+    q, k, v = random_qkv(tokens)
+    want = dense_attention(q, k, v, cu_seqlens, window)
+    gradients_of_parts, outputs = [], []
+    borders = [0, 1, tokens // 3, tokens // 2, tokens]
+    for begin, end in pairwise(borders):
+        own = cu_seqlens.clamp(begin, end)
+        first = cu_seqlens[cu_seqlens <= begin].max()
+        seen = torch.where(own > begin, own, first)
+        inside = torch.arange(tokens)[:, None, None]
+        inside = (inside >= first) & (inside < end)
+        part = [q[begin:end], k.where(inside, torch.nan), v.where(inside, torch.nan)]
+        part = [x.detach().requires_grad_() for x in part]
+        if masks:
+            part[1:] = [x.detach().nan_to_num(9.0).requires_grad_() for x in part[1:]]
+            out = pack_with_a_mask(*part, own - begin, window, seen)
+        else:
+            options = {"window_size": window, "cu_seqlens_k": seen}
+            out = varlen_attention(*part, own - begin, tokens, **options)
+        outputs.append(out)
+        dq, dk, dv = torch.autograd.grad(
+            (out.double() * output_weight(want)[begin:end]).sum(), part
+        )
+        assert dk[~inside.flatten()].eq(0).all()
+        assert dv[~inside.flatten()].eq(0).all()
+        gradients_of_parts.append((dq, dk, dv))
+    torch.testing.assert_close(torch.cat(outputs).to(want.dtype), want, rtol=1e-5, atol=1e-6)
+    dq, dk, dv = gradients(want, (q, k, v))
+    found = zip(*gradients_of_parts)
+    torch.testing.assert_close(torch.cat(next(found)), dq, rtol=1e-5, atol=2e-6)
+    for parts, expected in zip(found, (dk, dv)):
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_offsets_of_keys_that_do_not_fit_are_refused():
+    q, k, v = random_qkv(8)
+    own = offsets([3, 5])
+    for wrong, why in {
+        (0, 3, 9): "at most S = 8 rows",
+        (0, 2, 8): "as many keys as a document has queries",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            varlen_attention(q, k, v, own, 9, cu_seqlens_k=torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(ValueError, match="as long as cu_seqlens"):
+        varlen_attention(q, k, v, own, 9, cu_seqlens_k=own[:2])
+    with pytest.raises(NoBackendError, match="earlier context-parallel ranks"):
+        varlen_attention(q, k, v, own, 9, cu_seqlens_k=own, backend="sdpa")
 
 
 def test_bf16_errs_no_more_than_rounding_its_result():

@@ -13,7 +13,7 @@ from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.models.estimate import step_memory
 from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.step_memory import MetaStep, Work
-from megatron_packed.models.estimate.step_time import KernelTimes
+from megatron_packed.models.estimate.step_time import KernelTimes, slowest_rank
 from megatron_packed.models.estimate.traced_work import (
     LOSS_PRODUCT,
     PRODUCT,
@@ -149,3 +149,22 @@ def test_repeated_units_have_the_calls_of_a_run(monkeypatch: pytest.MonkeyPatch)
         {kernels(calls, "ssd").total(), products(calls, forward=False)} for calls in (replayed, run)
     ]
     assert named[0] == named[1]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_slowest_rank_has_the_most_visible_pairs(window: int | None) -> None:
+    """Compare with pairs that are counted one by one, in packs of documents that are not in order."""
+    lengths, tokens, ranks = [5, 3, 4, 7, 1, 1, 1, 12], 12, 3
+    shares = []
+    for pack in ([5, 3, 4], [7, 1, 1, 1], [12]):
+        pairs = [0.0] * ranks
+        slots = [place for length in pack for place in range(length)]
+        for slot, place in enumerate(slots):
+            pairs[slot // 4] += min(place + 0.5, window or tokens)
+        shares.append(max(pairs) / (sum(pairs) / ranks))
+    found = slowest_rank(np.array(lengths, dtype=np.float64), tokens, ranks, window)
+    assert found == pytest.approx(sum(shares) / 3)
+
+
+def test_contiguous_rows_of_a_long_document_take_the_time_of_the_last_rank() -> None:
+    assert slowest_rank(np.array([64.0]), 64, 4, None) == 1.75
