@@ -84,6 +84,7 @@ TP2, RING, EP2 = (
     Way(2, cp_size=2, comm_type="p2p"),
     Way(2, ep_size=2, distributed_optimizer=True),
 )
+IN_ORDER = Way(2, cp_size=2, comm_type="all_gather", mamba="state", partition="contiguous")
 REPLAYED = {
     "local": [
         TP2,
@@ -91,10 +92,18 @@ REPLAYED = {
         RING,
         Way(2, cp_size=2, comm_type="all_gather"),
         Way(2, cp_size=2, mamba="state"),
+        IN_ORDER,
         EP2,
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
     ],
-    "full_iteration": [TP2, Way(2, cp_size=2), RING, RING._replace(mamba="state"), EP2],
+    "full_iteration": [
+        TP2,
+        Way(2, cp_size=2),
+        RING,
+        RING._replace(mamba="state"),
+        IN_ORDER._replace(comm_type="p2p"),
+        EP2,
+    ],
     # These layers run a forward pass before their captures, in which the ranks wait for each other.
     "transformer_engine": [Way(2, 2, True), Way(2, cp_size=2), EP2],
 }

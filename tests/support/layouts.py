@@ -76,6 +76,8 @@ class Way(NamedTuple):
     """Communication of Mamba layers."""
     tp_overlap: bool = False
     """``--tp-comm-overlap``."""
+    partition: str = "zigzag"
+    """Rows of a rank in attention that exchanges keys and values."""
 
     @property
     def dp_size(self) -> int:
@@ -101,6 +103,7 @@ class Way(NamedTuple):
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words.append("state" * (self.mamba == "state"))
         words.append("overlap" * self.tp_overlap)
+        words.append("contiguous" * (self.partition == "contiguous"))
         words += [
             f"ep{self.ep_size}" * (self.ep_size > 1),
             f"etp{self.expert_tp_size}" * bool(self.expert_tp_size),
@@ -121,6 +124,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             tensor_model_parallel_size=way.tp_size,
             context_parallel_size=way.cp_size,
             cp_comm_type=way.comm_type,
+            cp_partition_mode=way.partition,
             mamba_cp_comm_type=way.mamba,
             sequence_parallel=way.sequence_parallel,
             tp_comm_overlap=way.tp_overlap,
