@@ -254,13 +254,16 @@ def linear_adapter(
     lora = Lora(numbers_O, sum(adapted), linear.weight.shape[1], shared, build)
     if size == 1:
         return lora
+    draws_own_numbers = build.tp.sequence_parallel
+    if draws_own_numbers and linear.has_whole_input:
+        lora.mask_group = build.tp.group
     # A weight that is split has one factor that is split in the same way. The other factor is on all
     # ranks, each of which computes a term of its gradient.
     if isinstance(linear, ColumnParallelLinear):
         set_shard(lora.B, shard)
         build.tp.use_inside(lora.A)
     elif isinstance(linear, RowParallelLinear):
-        lora.columns = shard
+        lora.columns = None if draws_own_numbers else shard
         set_shard(lora.A, shard)
         build.tp.use_inside(lora.B)
     else:
