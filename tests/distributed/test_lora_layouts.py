@@ -181,6 +181,7 @@ DROPOUT, TOLERANCE = 0.2, 0.02
 MASKED = {
     "experts of all tokens": Way(2, 2, True),
     "experts of own tokens": Way(2, 2, True, expert_tp_size=1),
+    "slices of a pack": Way(4, 2, True, cp_size=2),
 }
 
 
@@ -201,20 +202,27 @@ def train_with_own_masks(groups: ParallelGroups, case: Case) -> tuple[Any, list[
         masks.append(Mask(mask_TI, shard_of(lora.A, groups.tp.size)))
         return x_TI * mask_TI
 
-    seed_all(0, tp_rank=groups.tp.rank)
+    seed_all(0, cp_rank=groups.cp.rank, tp_rank=groups.tp.rank)
     with mock.patch.object(Lora, "_dropped", recorded):
         return train(groups, case), masks
 
 
-def of_one_process(masks: list[Mask]) -> Tensor:
+def of_one_process(masks: list[Mask], way: Way) -> Tensor:
     """Return the mask of all rows and columns from those of the ranks."""
+    firsts = range(0, way.world_size, way.tp_size)
+    rows = SLOTS // way.cp_size
+    return torch.cat([of_slice(masks[first : first + way.tp_size], rows) for first in firsts])
+
+
+def of_slice(masks: list[Mask], rows: int) -> Tensor:
+    """Return the mask of the rows of a context-parallel rank from those of its tensor-parallel ranks."""
     mask_TI, shard = masks[0]
     if shard.dim == 1:
-        whole_TI = torch.empty(SLOTS, shard.length)
+        whole_TI = torch.empty(rows, shard.length)
         for mask in masks:
             mask.shard.place(mask.values_TI, whole_TI)
         return whole_TI
-    if mask_TI.shape[0] < SLOTS:
+    if mask_TI.shape[0] < rows:
         return torch.cat([mask.values_TI for mask in masks])
     assert all(torch.equal(mask.values_TI, mask_TI) for mask in masks)
     return mask_TI
@@ -226,7 +234,8 @@ def test_ranks_drop_elements_of_their_own_rows(name: str, pools: WorkerPools) ->
     way = MASKED[name]
     case = Case(way, model=(("lora_dropout", DROPOUT),))
     ranks = pools.run(train_with_own_masks, way.world_size, case, layout=way.layout)
-    masks = [of_one_process(list(of_ranks)) for of_ranks in zip(*(rank[1] for rank in ranks))]
+    calls = zip(*(rank[1] for rank in ranks), strict=True)
+    masks = [of_one_process(list(call), way) for call in calls]
     for mask_TI in masks:
         assert set(mask_TI.unique().tolist()) == {0.0, 1 / (1 - DROPOUT)}
         assert not torch.equal(*mask_TI.chunk(2)) and not torch.equal(*mask_TI.chunk(2, dim=1))
