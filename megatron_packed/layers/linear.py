@@ -280,6 +280,8 @@ class Linear(nn.Module):
             self.bias = no_weight_decay(build.new_parameter(out_features))
         self.lora: Lora | None = None
         """Adapter of the weight; `models.lora` adds it."""
+        self.has_whole_input = False
+        """True if all tensor-parallel ranks have the same input, also with sequence parallelism."""
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.product(x_TI, self.bias)
@@ -315,6 +317,7 @@ class ColumnParallelLinear(Linear):
         build: Build,
     ) -> None:
         super().__init__(in_features, rows.local_length, bias=bias, build=build)
+        self.has_whole_input = True
         self.tp = build.tp
         set_shard(self.weight, rows)
         if self.bias is not None:

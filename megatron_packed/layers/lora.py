@@ -12,6 +12,13 @@ columns of its own matrix, and zeros elsewhere. So one product updates rows in a
 addition to ``x W^T`` is part of the product. Rows of matrices without an adapter are zero, and so are
 their gradients.
 
+[Note: masks of tensor-parallel ranks]
+Without sequence parallelism the ranks draw the same numbers. So a rank with some columns of an input
+draws the mask of all columns. With sequence parallelism each rank draws numbers of its own, for its own
+rows and its own columns. Ranks that have the same input then need one mask. So each of them draws the
+mask of its share of the rows, and a gather brings all rows to all ranks, one byte for an element.
+Recomputation draws and gathers again.
+
 Letters: T tokens, I input width, O output width, P adapted matrices of a weight, r rank.
 """
 
@@ -24,6 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_packed.distributed.collectives import all_gather_rows, own_rows
+from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.tensor_parallel_shards import Shard
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import accumulate_weight_grad, bias_grad, main_grad_of
@@ -68,7 +77,9 @@ class Lora(nn.Module):
         self.B = build.new_parameter(matrix_O.shape[0], shared.rank)
         self.dropout = nn.Dropout(shared.dropout)
         self.columns: Shard | None = None
-        """Columns of the weight that this rank has; None if it has all."""
+        """Columns of the input that this rank has, if it draws the mask of all columns; else None."""
+        self.mask_group: Group | None = None
+        """Ranks that have the same input and draw different numbers; None without such ranks."""
         self.spreads = matrices > 1 or bool((matrix_O < 0).any())
         index_O11 = matrix_O.clamp(min=0).view(-1, 1, 1).to(build.device)
         self.register_buffer("_matrix_O11", index_O11, persistent=False)
@@ -86,10 +97,12 @@ class Lora(nn.Module):
         )
 
     def _dropped(self, x_TI: Tensor) -> Tensor:
-        """Return the input with dropout: in all layouts the mask that one rank would draw.
-
-        Tensor-parallel ranks draw the same numbers, so each draws those of all columns.
-        """
+        """Return the input with dropout. See [Note: masks of tensor-parallel ranks]."""
+        if self.mask_group is not None:
+            share = 1 - self.dropout.p
+            own_tI = own_rows(x_TI, self.mask_group)
+            kept_tI = torch.empty_like(own_tI, dtype=torch.uint8).bernoulli_(share)
+            return x_TI * all_gather_rows(kept_tI, self.mask_group) * (1 / share)
         if self.columns is None:
             return cast(Tensor, self.dropout(x_TI))
         ones_TI = x_TI.new_ones(x_TI.shape[0], self.columns.length)

@@ -148,12 +148,12 @@ def recompute_parts(layer: nn.Module, parts: Sequence[str]) -> None:
             # Attention kernels advance the random generator, although they use no random numbers.
             # If they run again, dropout elsewhere in the layer would draw other numbers. So rewind
             # the generator if the layer has dropout.
-            rewind = any(dropout.p > 0 for dropout in dropouts_of(layer))
-            call = RecomputedCall(method_of(modules[0], "forward"), rewind)
-            modules[0].forward = call
+            modules[0].forward = RecomputedCall(
+                method_of(modules[0], "forward"), dropouts_of(layer)
+            )
     if any(part in MIXERS for part in parts):
         mixer = attrgetter("mixer")(layer)
-        mixer.forward = RecomputedCall(method_of(mixer, "forward"))
+        mixer.forward = RecomputedCall(method_of(mixer, "forward"), dropouts_of(mixer))
     # Apply this wrapper after the wrapper of the mixer. A recomputed mixer saves its input, which
     # is the norm's output, and the hook of this wrapper must receive that tensor.
     # The mixer does not read the output of a norm after it.
@@ -238,16 +238,21 @@ class OffloadedCall:
 class RecomputedCall:
     """Forward of a part that the backward pass runs again from the saved inputs.
 
+    Args:
+        dropouts: if one of them draws random numbers, the second run begins with the random states
+            of the first.
+
     Attributes:
         wrapped_forward: as in `OffloadedCall`.
     """
 
-    def __init__(self, forward: Callable[..., Any], rewind: bool = False) -> None:
+    def __init__(self, forward: Callable[..., Any], dropouts: Sequence[nn.Dropout] = ()) -> None:
         self.wrapped_forward = forward
-        self._rewind = rewind
+        self._dropouts = dropouts
 
     def __call__(self, *args: Any) -> Any:
-        return checkpoint(self.wrapped_forward, *args, rewind=self._rewind)
+        # Rewind only if dropout is active, because a capture cannot read the generators' states.
+        return checkpoint(self.wrapped_forward, *args, rewind=draws(self._dropouts))
 
 
 class RecomputedLayer:
@@ -259,7 +264,6 @@ class RecomputedLayer:
         self._dropouts = dropouts_of(layer)
 
     def __call__(self, *args: Any) -> Any:
-        # Rewind only if dropout is active, because a capture cannot read the generators' states.
         rewind = draws(self._dropouts)
         return checkpoint(self._forward, *args, rewind=rewind, save=self._save)
 

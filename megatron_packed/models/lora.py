@@ -34,7 +34,11 @@ from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.layers.moe.lora import ExpertLora
 from megatron_packed.layers.moe.parallel import ExpertParallel
 from megatron_packed.models.convert.families.family import Family
-from megatron_packed.models.convert.families.qwen_hybrid import QWEN3_5_MOE_TEXT, QWEN3_NEXT
+from megatron_packed.models.convert.families.qwen_hybrid import (
+    JOINED_PROJECTIONS,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_NEXT,
+)
 from megatron_packed.models.convert.row_maps import Part, gated_qkv, interleaved, qkv
 from megatron_packed.models.convert.trained_config import family_for
 from megatron_packed.models.convert.weight_rows import layer_prefix, loaded_path, parts_of
@@ -76,7 +80,8 @@ def matrices_of(
     if family is not None and len(shape) > 2:
         return [Matrix(name, part) for part in interleaved(1, [rows])]
     if family is not None:
-        config = replace(config, vocab_size=config.vocab_size or shape[0])
+        # Only tables have the rows of the vocabulary; a gate has one row, which is no vocabulary.
+        config = replace(config, vocab_size=config.vocab_size or max(shape[0], 2))
         return [
             Matrix(tensor.name.removesuffix(".weight"), Part(tensor.shape[0], tensor.moves))
             for tensor in parts_of(name, shape, family, config)
@@ -100,12 +105,16 @@ def matrices_of(
 def family_of(config: ModelConfig) -> Family | None:
     """Return the family that can hold the model; None if there is none.
 
-    If two families can hold it, the one whose files have more matrices is returned. Adapters of
-    separate matrices can be written for joined ones, but joined adapters cannot be separated.
+    If two families can hold it, and ``--lora-target-modules`` names a matrix of the one with joined
+    matrices, this one is returned. Otherwise it is the one whose files have more matrices: their
+    adapters can be written for joined matrices, too, with the sum of their ranks.
     """
     try:
         family = family_for(config)[0]
-        if family is QWEN3_NEXT:
+        names_joined = any(
+            part in word for part in JOINED_PROJECTIONS for word in config.lora_target_modules
+        )
+        if family is QWEN3_NEXT and not names_joined:
             with contextlib.suppress(CheckpointError):
                 return family_for(config, QWEN3_5_MOE_TEXT.model_type)[0]
         return family
@@ -254,13 +263,16 @@ def linear_adapter(
     lora = Lora(numbers_O, sum(adapted), linear.weight.shape[1], shared, build)
     if size == 1:
         return lora
+    draws_own_numbers = build.tp.sequence_parallel
+    if draws_own_numbers and linear.has_whole_input:
+        lora.mask_group = build.tp.group
     # A weight that is split has one factor that is split in the same way. The other factor is on all
     # ranks, each of which computes a term of its gradient.
     if isinstance(linear, ColumnParallelLinear):
         set_shard(lora.B, shard)
         build.tp.use_inside(lora.A)
     elif isinstance(linear, RowParallelLinear):
-        lora.columns = shard
+        lora.columns = None if draws_own_numbers else shard
         set_shard(lora.A, shard)
         build.tp.use_inside(lora.B)
     else:

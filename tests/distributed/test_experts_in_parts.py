@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,8 @@ from torch import Tensor
 from megatron_packed.distributed import all_to_all
 from megatron_packed.distributed.collectives import Started, start_exchange, wait_for
 from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.ops.grouped_mlp import grouped_linear, reference
+from megatron_packed.ops.grouped_mlp.grouped_linear import Products, row_bounds
 from megatron_packed.training.build_job import build_job
 from support import rank_models
 from support.layouts import VOCAB, Way, config_of
@@ -129,8 +133,36 @@ def noting(function: Callable[..., Tensor], event: str, events: list[str]) -> An
     return lambda *args: _Noted.apply(function(*args), f"{event} {next(calls)}", events)
 
 
+def noted_products(events: list[str]) -> Products:
+    """Return products that compute one expert after the other, and note the gradients of weights.
+
+    These are separate calls, as on a GPU. The reference leaves them to autograd.
+    """
+
+    def of_experts(offsets_E: Tensor) -> list[slice]:
+        return [slice(*bounds) for bounds in pairwise(row_bounds(offsets_E).tolist())]
+
+    def rows(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
+        y_RO = x_RI.new_zeros(x_RI.shape[0], weight_EIO.shape[2])
+        for matrix_IO, own in zip(weight_EIO, of_experts(offsets_E), strict=True):
+            y_RO[own] = x_RI[own] @ matrix_IO
+        return y_RO
+
+    def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offsets_E: Tensor) -> Tensor:
+        events.append("weights")
+        return torch.stack([dy_RO[own].t() @ x_RI[own] for own in of_experts(offsets_E)])
+
+    def add(main_grad: Tensor, *args: Tensor) -> None:
+        main_grad.add_(weight_gradient(*args))
+
+    return Products(rows, weight_gradient, lambda *args: True, add)
+
+
 def events_of(groups: ParallelGroups, way: Way, changes: dict[str, Any]) -> list[str]:
-    """Return the events of a layer in forward and backward."""
+    """Return the events of a layer in forward and backward.
+
+    An exchange that ends before the next operation is no event.
+    """
     job = build_job(config_of(way, hybrid_layer_pattern="E/-", **changes), groups, VOCAB)
     (layer,) = job.model.moe_layers
     events: list[str] = []
@@ -141,7 +173,7 @@ def events_of(groups: ParallelGroups, way: Way, changes: dict[str, Any]) -> list
         return start_exchange(*args, **options)
 
     def starting_rows(*args: Any, **options: Any) -> tuple[Tensor, Started | None]:
-        events.append("start")
+        events.extend(["start"] * options["overlaps"])
         return start_rows(*args, **options)
 
     def waiting(started: Started | None) -> None:
@@ -153,7 +185,10 @@ def events_of(groups: ParallelGroups, way: Way, changes: dict[str, Any]) -> list
     mixer.experts.forward = noting(mixer.experts.forward, "experts", events)
     mixer.shared_expert.forward = noting(mixer.shared_expert.forward, "shared", events)
     (micro_batch,) = step_of(way, groups, 0, LENGTHS[: groups.dp.size])
+    linear = partial(grouped_linear.first_linear, noted_products(events))
     with (
+        mock.patch.object(reference, "_grouped_linear", linear),
+        mock.patch.object(grouped_linear, "zero_rows_after_", lambda rows, offsets: rows),
         mock.patch.object(all_to_all, "start_exchange", starting),
         mock.patch.object(all_to_all, "_start_rows", starting_rows),
         mock.patch.object(all_to_all, "wait_for", waiting),
@@ -169,13 +204,26 @@ def orders(groups: ParallelGroups, way: Way, kinds: list[dict[str, Any]]) -> lis
 def test_messages_travel_while_other_parts_are_computed(pools: WorkerPools) -> None:
     way = Way(2, ep_size=2, dispatcher="alltoall")
     kinds = [{**KINDS[name], PARTS: 2} for name in ("rows", "bounded rows", "bounded tokens")]
-    start, wait = "start", "wait"
+    start, wait, weights = "start", "wait", ["weights", "weights"]
     ends = [start, "shared 0", wait, wait]
     forward = [start, start, wait, "experts 0", start, wait, "experts 1", *ends]
-    backward = [start, start, "shared 0", wait, "experts 1", start, wait, "experts 0", start]
+    backward = [start, start, "shared 0", wait, "experts 1", start, *weights]
+    backward += [wait, "experts 0", start, *weights, wait, wait]
     for rank in pools.run(orders, 2, way, kinds, layout=way.layout):
         for events in rank:
-            assert events == [*forward, *backward, wait, wait], events
+            assert events == [*forward, *backward], events
+
+
+def test_gradients_of_rows_travel_while_weights_get_theirs(pools: WorkerPools) -> None:
+    """Check one part: its other three messages end before the next operation."""
+    way = Way(2, ep_size=2, dispatcher="alltoall")
+    backward = ["experts 0", "start", "weights", "weights", "wait"]
+    for rank in pools.run(orders, 2, way, [*KINDS.values()], layout=way.layout):
+        for name, events in zip(KINDS, rank, strict=True):
+            assert [event for event in events if "shared" not in event] == [
+                "experts 0",
+                *backward,
+            ], name
 
 
 def collectives(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
+from megatron_packed.distributed.tensor_parallel_shards import Shard, shard_of
+from megatron_packed.layers.lora import Lora
 from megatron_packed.training.build_job import build_job
-from support.layouts import VOCAB, Way, config_of, mine, step_values
+from support.layouts import SLOTS, VOCAB, Way, config_of, mine, step_values
 from support.parallel_graphs import REPLAYED, replay
 from support.process_pools import WorkerPools
 from support.whole_state import Shards, assembled, everything
@@ -145,11 +148,15 @@ def alone(options: Options, model: tuple[tuple[str, Any], ...]) -> Any:
 def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None:
     case = CASES[name]
     ranks = pools.run(train, case.way.world_size, case, layout=case.way.layout)
-    numbers, states, trained = alone(case.options, case.model)
+    compare(ranks, alone(case.options, case.model), low=case.options == LOW_STATE)
+
+
+def compare(ranks: list[Any], one_process: Any, *, low: bool = False) -> None:
+    """Compare losses, gradients and updates of all ranks with those of one process."""
+    numbers, states, trained = one_process
     for found, _, names in ranks:
         torch.testing.assert_close(torch.tensor(found), numbers, rtol=2e-5, atol=1e-7)
         assert {*names} == {*trained}
-    low = case.options == LOW_STATE
     for step, wanted in enumerate(states):
         state = assembled([rank[1][step] for rank in ranks])
         assert state.keys() == wanted.keys()
@@ -165,6 +172,109 @@ def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None
             torch.testing.assert_close(
                 state[key].float(), want.float(), rtol=0, atol=atol, msg=f"{key} in step {step}"
             )
+
+
+# -- dropout under sequence parallelism ------------------------------------------------------------
+
+DROPOUT, TOLERANCE = 0.2, 0.02
+"""Probability of dropout, and the largest difference of the share of dropped elements from it."""
+MASKED = {
+    "experts of all tokens": Way(2, 2, True),
+    "experts of own tokens": Way(2, 2, True, expert_tp_size=1),
+    "slices of a pack": Way(4, 2, True, cp_size=2),
+}
+
+
+class Mask(NamedTuple):
+    """Mask of an input on a rank, and the shard of A, which has the columns of the input."""
+
+    values_TI: Tensor
+    shard: Shard
+
+
+def train_with_own_masks(groups: ParallelGroups, case: Case) -> tuple[Any, list[Mask]]:
+    """Train with the random numbers of a run, and return the masks in the order of their use."""
+    masks: list[Mask] = []
+    dropped = Lora._dropped
+
+    def recorded(lora: Lora, x_TI: Tensor) -> Tensor:
+        mask_TI = dropped(lora, torch.ones_like(x_TI))
+        masks.append(Mask(mask_TI, shard_of(lora.A, groups.tp.size)))
+        return x_TI * mask_TI
+
+    seed_all(0, cp_rank=groups.cp.rank, tp_rank=groups.tp.rank)
+    with mock.patch.object(Lora, "_dropped", recorded):
+        return train(groups, case), masks
+
+
+def of_one_process(masks: list[Mask], way: Way) -> Tensor:
+    """Return the mask of all rows and columns from those of the ranks."""
+    firsts = range(0, way.world_size, way.tp_size)
+    rows = SLOTS // way.cp_size
+    return torch.cat([of_slice(masks[first : first + way.tp_size], rows) for first in firsts])
+
+
+def of_slice(masks: list[Mask], rows: int) -> Tensor:
+    """Return the mask of the rows of a context-parallel rank from those of its tensor-parallel ranks."""
+    mask_TI, shard = masks[0]
+    if shard.dim == 1:
+        whole_TI = torch.empty(rows, shard.length)
+        for mask in masks:
+            mask.shard.place(mask.values_TI, whole_TI)
+        return whole_TI
+    if mask_TI.shape[0] < rows:
+        return torch.cat([mask.values_TI for mask in masks])
+    assert all(torch.equal(mask.values_TI, mask_TI) for mask in masks)
+    return mask_TI
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_ranks_drop_elements_of_their_own_rows(name: str, pools: WorkerPools) -> None:
+    """Check that one process with the masks of the ranks has the same losses and gradients."""
+    way = MASKED[name]
+    case = Case(way, model=(("lora_dropout", DROPOUT),))
+    ranks = pools.run(train_with_own_masks, way.world_size, case, layout=way.layout)
+    calls = zip(*(rank[1] for rank in ranks), strict=True)
+    masks = [of_one_process(list(call), way) for call in calls]
+    for mask_TI in masks:
+        assert set(mask_TI.unique().tolist()) == {0.0, 1 / (1 - DROPOUT)}
+        assert not torch.equal(*mask_TI.chunk(2)) and not torch.equal(*mask_TI.chunk(2, dim=1))
+    zeros = torch.cat([mask_TI.flatten() for mask_TI in masks]) == 0
+    assert zeros.double().mean().item() == pytest.approx(DROPOUT, abs=TOLERANCE)
+    order = iter(masks)
+    with mock.patch.object(Lora, "_dropped", lambda lora, x_TI: x_TI * next(order)):
+        one_process = train(ParallelGroups.single(), Case(Way(), model=case.model))
+    assert next(order, None) is None
+    numbers, states, trained = one_process
+    compare(
+        [rank[0] for rank in ranks],
+        (torch.tensor(numbers), [assembled([state]) for state in states], trained),
+    )
+
+
+def train_again(groups: ParallelGroups, cases: list[Case]) -> list[Any]:
+    """Train in each way with the same random numbers."""
+    found = []
+    for case in cases:
+        seed_all(0, tp_rank=groups.tp.rank)
+        numbers, states, _ = train(groups, case)
+        found.append((numbers, [by_range(state) for state in states]))
+    return found
+
+
+def by_range(state: Shards) -> dict[str, Tensor]:
+    """Return a rank's state by name and range."""
+    return {f"{name} {extent}": tensor for name, _, extent, tensor in state}
+
+
+def test_recomputed_masks_are_the_same(pools: WorkerPools) -> None:
+    way, model = Way(2, 2, True), (("lora_dropout", DROPOUT),)
+    cases = [Case(way, options, model) for options in (NO_OPTIONS, FULL, SELECTIVE)]
+    for plain, *recomputed in pools.run(train_again, 2, cases, layout=way.layout):
+        for numbers, states in recomputed:
+            assert numbers == plain[0]
+            for found, wanted in zip(states, plain[1], strict=True):
+                assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 @pytest.mark.parametrize("impl", ["local", "full_iteration"])

@@ -21,6 +21,7 @@ def test_killed_adapters_end_with_the_bits_of_an_undisturbed_run(
         data,
         **given,
         lora_rank=2,
+        lora_dropout=0.1,
         pretrained_checkpoint=str(tmp_path / "base" / "checkpoints"),
         use_distributed_optimizer=True,
     )

@@ -1,14 +1,17 @@
 """Real runs with expert parallelism: the log of one process, and steps that are repeated."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_packed.checkpoint.sealed_json import seal, unseal
 from support.runs import (
     Data,
     assert_close_state,
     assert_same_log,
+    assert_same_state,
     final_state,
     steps,
     tiny_options,
@@ -127,3 +130,43 @@ def test_a_run_whose_bounds_follow_the_routing_resumes_across_an_overflow(
     assert metadata["expert_bounds"]["repeats"] == 1
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor), name
+
+
+def as_before_the_option(found: Path, name: str) -> None:
+    """Remove an option of the model from the configuration in a checkpoint."""
+    manifest = found / "manifest.json"
+    fields = unseal(manifest.read_bytes(), manifest)
+    del fields["metadata"]["config"]["model"][name]
+    manifest.write_bytes(seal(fields))
+
+
+def test_a_run_of_rows_goes_on_with_rows(data: Data, tmp_path: Path) -> None:
+    """A checkpoint from before ``--moe-dispatch`` resumes with the bits of a run that never stopped.
+
+    A flag for tokens changes the bits: the sums of two experts of a rank are then rounded to bf16.
+    """
+    options = tiny_options(
+        data,
+        train_iters=4,
+        bf16=True,
+        hybrid_layer_pattern="E",
+        moe_router_topk=3,
+        moe_token_dispatcher_type="alltoall",
+        **dict.fromkeys(
+            ("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_chunk_size")
+        ),
+        **EXPERTS,
+    )
+    never, resumed, tokens = (tmp_path / name for name in ("never", "resumed", "tokens"))
+    trained(never, 2, options, moe_dispatch="rows", save_interval=2)
+    for folder in (resumed, tokens):
+        saved = shutil.copytree(
+            never / "checkpoints" / "step_00000002", folder / "checkpoints" / "step_00000002"
+        )
+        as_before_the_option(saved, "moe_dispatch")
+    said = trained(resumed, 2, options)
+    assert "so that sums keep their order: --moe-dispatch rows" in said
+    assert_same_state(resumed / "checkpoints", never / "checkpoints", 4)
+    trained(tokens, 2, options, moe_dispatch="tokens")
+    expected, found = (final_state(run / "checkpoints", 4)[0] for run in (never, tokens))
+    assert any(not torch.equal(found[name], value) for name, value in expected.items())

@@ -49,7 +49,7 @@ ISOLATED = ModelConfig(
 )
 """A model without experts, which couple documents by design."""
 LAYOUTS = {
-    "tp2 sp": {"lora_dropout": 0.0},
+    "tp2 sp": {},
     "ep2 zero overlap": {},
     "cp2 a2a": {},
 }

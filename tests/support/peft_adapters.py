@@ -48,12 +48,15 @@ class Base:
 
     def modules(self) -> list[str]:
         """Return the paths of all modules that PEFT lets have adapters."""
-        refused = self.family.model_type in ("nemotron_h", "mamba2")
+        refused = {
+            "nemotron_h": "out_proj",
+            "qwen3_next": ("shared_expert.gate_proj", ".up_proj", ".down_proj"),
+        }.get(self.family.model_type)
         return [
             matrix.path
             for weight in self.weights
             for matrix in weight.matrices
-            if not weight.stacked and not (refused and matrix.path.endswith("out_proj"))
+            if not weight.stacked and not (refused and matrix.path.endswith(refused))
         ]
 
     def parameters(self) -> list[str]:

@@ -66,6 +66,40 @@ class ExchangingDispatcher(Dispatcher):
         several = self.parts > 1
         return Overlaps(several, several or to_experts)
 
+    def _arrived_in_bounds(
+        self,
+        permuted: Permuted,
+        arrived: Permuted,
+        weights_TK: Tensor,
+        rows_2: Tensor,
+        *,
+        tokens: int,
+        slots: int,
+        used: UsedRows | None,
+    ) -> Dispatched:
+        """Return a part of bounded size. See [Note: parts of a bounded size].
+
+        Args:
+            permuted: rows that this rank sent, equally many to each rank.
+            arrived: received rows, sorted by expert.
+            weights_TK: weights with which this rank adds up the results.
+            rows_2: rows that the routing of the part needs, as `rows_needed` returns them.
+            tokens: token slots of the part.
+            slots: token slots of the pack.
+            used: used rows of the exchange.
+        """
+        room = (arrived.token_R.shape[0], permuted.token_R.shape[0] // self.ep.size)
+        return Dispatched(
+            x_RD=arrived.x_RD,
+            offsets_E=arrived.offsets_E,
+            overflow=((rows_2[0] > room[0]) | (rows_2[1] > room[1])).float(),
+            rows_2=of_pack(rows_2, tokens, slots),
+            permuted=permuted,
+            weights_TK=weights_TK,
+            arrived=arrived,
+            used=used,
+        )
+
 
 class AllGatherDispatcher(Dispatcher):
     """Dispatcher that gathers all tokens on every rank of the expert-parallel group.
@@ -259,15 +293,13 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
             x_SD = moving.receive().flatten(0, 1)
             ids_S1 = self._experts_of_rows(counts_eeL[:, self.ep.rank], part)
             arrived = permute(x_SD, ids_S1, self.num_local, rows=rows, backend=self.backend)
-            rows_2 = rows_needed(counts_eeL)
-            return Dispatched(
-                x_RD=arrived.x_RD,
-                offsets_E=arrived.offsets_E,
-                overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
-                rows_2=of_pack(rows_2, tokens, slots),
-                permuted=permuted,
-                weights_TK=weights_TK,
-                arrived=arrived,
+            return self._arrived_in_bounds(
+                permuted,
+                arrived,
+                weights_TK,
+                rows_needed(counts_eeL),
+                tokens=tokens,
+                slots=slots,
                 used=used,
             )
 

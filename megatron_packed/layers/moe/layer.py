@@ -327,6 +327,7 @@ class MoE(nn.Module):
         projection = Linear(width_in, width_out, bias=False, build=build)
         # See [Note: latent experts] for why the gradient is one term of a sum.
         self.tp.use_inside(projection.weight)
+        projection.has_whole_input = not self.ep.splits_tokens
         return projection
 
     def _build_shared_expert(self, inner_size: int, build: Build) -> None:

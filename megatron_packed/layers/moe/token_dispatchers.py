@@ -259,15 +259,13 @@ class BoundedTokenDispatcher(TokenDispatcher):
             place_G = self._places_in_parts(routes, part)
             ids_SK, weights_SK = self._arrived_routes(routes, place_G, self.ep.size * part)
             arrived = permute(x_SD, ids_SK, self.num_local, rows=rows, backend=self.backend)
-            rows_2 = routes.needed_2
-            return Dispatched(
-                x_RD=arrived.x_RD,
-                offsets_E=arrived.offsets_E,
-                overflow=((rows_2[0] > rows) | (rows_2[1] > part)).float(),
-                rows_2=of_pack(rows_2, tokens, slots),
-                permuted=permuted,
-                weights_TK=weights_SK,
-                arrived=arrived,
+            return self._arrived_in_bounds(
+                permuted,
+                arrived,
+                weights_SK,
+                routes.needed_2,
+                tokens=tokens,
+                slots=slots,
                 used=used,
             )
 

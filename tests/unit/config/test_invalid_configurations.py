@@ -46,9 +46,10 @@ INVALID = {
     "--group-query-attention": "--num-query-groups",
     "--lora-rank 0": ">= 1",
     "--lora-rank 4 --lora-target-modules gdn": "the pattern has no gated delta net layer (G)",
-    ("^2 --tensor-model-parallel-size 2 --sequence-parallel --lora-rank 4 --lora-dropout 0.1"): {
-        "--lora-dropout": "the same mask on all tensor-parallel ranks"
-    },
+    (
+        "--lora-rank 4 --lora-dropout 0.1 --cuda-graph-impl local --recompute-granularity selective "
+        "--recompute-modules mamba"
+    ): {"--lora-dropout": "cannot draw the same numbers again"},
     (
         f"^2 {MOE} ~--num-attention-heads --tensor-model-parallel-size 2 --moe-latent-size 8 "
         "--expert-tensor-parallel-size 1 --lora-rank 4 --lora-dropout 0.1"

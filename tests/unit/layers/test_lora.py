@@ -181,13 +181,24 @@ def test_masks_of_split_inputs_are_parts_of_one_mask() -> None:
     assert (whole == 0).double().mean().item() == pytest.approx(0.25, abs=0.04)
 
 
-@pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_a_recomputed_layer_has_the_same_mask(granularity: str) -> None:
-    options = {"recompute_granularity": granularity}
-    if granularity == "full":
-        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {
+    "cores": {"recompute_granularity": "selective"},
+    "mixers": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "mamba", "gdn", "mlp", "moe", "layernorm"),
+    },
+    "layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_recomputed_layer_has_the_same_mask(name: str) -> None:
     losses = []
-    for memory in (MemoryConfig(), MemoryConfig(**options)):
+    for memory in (MemoryConfig(), MemoryConfig(**RECOMPUTED[name])):
         pattern, changes = MODELS["every kind"]
         config = cases.tiny_config(
             pattern, lora_rank=RANK, lora_dropout=0.3, lora_init="gaussian", **changes

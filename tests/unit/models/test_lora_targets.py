@@ -229,6 +229,23 @@ def test_words_name_matrices_of_a_gated_delta_net(words, expected):
     assert adapted(*words, **GATED) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "matrices"),
+    [
+        (("all-linear",), 4),
+        (("all-linear", "in_proj_qkvz"), 2),
+        (("*.in_proj_ba",), 1),
+        (("in_proj_a",), 1),
+    ],
+    ids=str,
+)
+def test_a_name_of_a_joined_matrix_chooses_its_family(words, matrices):
+    """The model fits Qwen3-Next and Qwen3.5, whose files have other matrices."""
+    changes = {**GATED, **QWEN, "hybrid_layer_pattern": "GE*E"}
+    changes |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+    assert adapted(*words, **changes)["layers.0.mixer.in_proj"] == matrices
+
+
 @pytest.mark.parametrize("word", ["embed_tokens", "lm_head"])
 def test_tables_of_a_model_without_a_family_are_refused_too(word):
     with pytest.raises(ConfigError, match="which is trained whole or not at all"):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.config.conditions import EXPERT_LAYERS, TRAINS, Condition
 from megatron_packed.config.errors import Problem, Problems
-from megatron_packed.config.kinds.layer_kind import KINDS
+from megatron_packed.config.kinds.experts import EXPERT_ACTIVATION
+from megatron_packed.config.kinds.layer_kind import KINDS, LAYER_NORM
 from megatron_packed.config.options import option
 from megatron_packed.config.section import Section, Sound, section_fields
 
@@ -140,27 +141,37 @@ def adapter_run_rules(run: RunConfig, sound: Sound) -> Problems:
         )
     if model.lora_dropout == 0 or not sound("model.lora_dropout"):
         return
+    memory = run.memory
     if (
-        sound("parallel.sequence_parallel", "parallel.tensor_model_parallel_size")
-        and parallel.sequence_parallel
-        and parallel.tensor_model_parallel_size > 1
+        sound(
+            "cuda_graph.cuda_graph_impl",
+            "memory.recompute_granularity",
+            "memory.recompute_modules",
+        )
+        and run.cuda_graph.enabled
+        and (memory.recomputes_layers or {*memory.modules} - {LAYER_NORM, EXPERT_ACTIVATION})
     ):
         yield model.problem(
             "lora_dropout",
-            "needs the same mask on all tensor-parallel ranks, which draw different numbers under "
-            "--sequence-parallel",
-            "give 0, or leave --sequence-parallel out",
+            "needs the same mask when a layer is recomputed (--recompute-granularity), and CUDA graphs "
+            "(--cuda-graph-impl) cannot draw the same numbers again",
+            "give 0, or leave recomputation or graphs out",
         )
-    elif (
-        sound("parallel.expert_tensor_parallel_size", "model.moe_latent_size")
+    if (
+        sound(
+            "parallel.sequence_parallel",
+            "parallel.expert_tensor_parallel_size",
+            "model.moe_latent_size",
+        )
         and model.moe_latent_size is not None
         and parallel.splits_tokens_of_experts
+        and not parallel.sequence_parallel
     ):
         yield model.problem(
             "lora_dropout",
             "would drop the same channels of the different tokens that tensor-parallel ranks send "
             "to experts (--moe-latent-size)",
-            "give 0, or another --expert-tensor-parallel-size",
+            "give 0, --sequence-parallel, or another --expert-tensor-parallel-size",
         )
 
 

@@ -9,7 +9,7 @@ Letters: E experts, O output width, I input width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.config.sections.model_parts.lora import ALL_LINEAR
 from megatron_packed.layers.moe.layer import GroupedExperts
 from megatron_packed.models.convert.families.family import MTP, Family
+from megatron_packed.models.convert.families.qwen_hybrid import JOINED_PROJECTIONS
 from megatron_packed.models.convert.model_weights import model_on_meta, weights_of
 from megatron_packed.models.convert.row_maps import Part, interleaved
 from megatron_packed.models.convert.weight_rows import Shape, layer_prefix, loaded_path, parts_of
@@ -133,7 +134,7 @@ def trained_rows(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def target_words(
-    config: ModelConfig, weights: Iterable[AdaptableWeight], paths: Collection[str]
+    config: ModelConfig, weights: Sequence[AdaptableWeight], paths: Collection[str]
 ) -> tuple[str, ...]:
     """Return the words of ``--lora-target-modules`` that name exactly the matrices with ``paths``.
 
@@ -142,7 +143,13 @@ def target_words(
     """
     model = model_on_meta(replace(config, lora_rank=None), torch.float32)
     parameters = dict(model.named_parameters())
-    matrices, _ = chosen_matrices(replace(config, lora_rank=1), model, parameters, 1)
+    last_names = {
+        matrix.path.rpartition(".")[2] for weight in weights for matrix in weight.matrices
+    }
+    # Names of joined matrices choose the family that has them; see `models.lora.family_of`.
+    joined = tuple(name for name in JOINED_PROJECTIONS if name in last_names)
+    named = replace(config, lora_rank=1, lora_target_modules=(ALL_LINEAR, *joined))
+    matrices, _ = chosen_matrices(named, model, parameters, 1)
     wanted: dict[str, Tensor] = {}
     names = []
     for weight in weights:
@@ -161,7 +168,7 @@ def target_words(
         if any(adapted):
             wanted[weight.name] = matrix_of_row(matrices[weight.name], len(has), adapted)
     short = sorted({name.rpartition(".")[2] for name in names})
-    for words in ((ALL_LINEAR,), tuple(short), tuple(names)):
+    for words in ((ALL_LINEAR,), (ALL_LINEAR, *joined), tuple(short), tuple(names)):
         with contextlib.suppress(ConfigError):  # a short name may name nothing
             rows = trained_rows(replace(config, lora_rank=1, lora_target_modules=words))
             if rows.keys() == wanted.keys() and all(

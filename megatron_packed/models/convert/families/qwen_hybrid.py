@@ -174,6 +174,8 @@ def _depths(after: str) -> Depths:
     )
 
 
+JOINED_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
+"""Projections of gated delta nets in Qwen3-Next. Later models have ``qkv``, ``z``, ``b`` and ``a``."""
 _GATED_DELTA_NET: Names = {
     "norm.weight": "input_layernorm.weight",
     "mixer.in_proj.weight": Joined(
@@ -296,7 +298,7 @@ QWEN3_NEXT = replace(
         GATED_DELTA_NET: {
             **_GATED_DELTA_NET,
             "mixer.in_proj.weight": Joined(
-                ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+                tuple(f"linear_attn.{part}.weight" for part in JOINED_PROJECTIONS),
                 delta_by_key_head,
             ),
         },

@@ -40,6 +40,7 @@ from support.peft_adapters import (  # noqa: E402
 CASES = [
     ("qwen3_5", 0),
     ("qwen3_5_moe", 0),
+    ("qwen3_next", 2),
     ("qwen3_moe", 0),
     ("nemotron_h", 4),
     ("granitemoehybrid", 0),
