@@ -287,7 +287,7 @@ def parallel_capabilities(
     """Yield how ``world_size`` processes divide matrices, tokens, batches and experts among them."""
     parallel, cp = config.parallel, config.parallel.context_parallel_size
     yield from _tensor_parallel(config, device)
-    split = f"the tokens of each pack are split over {cp} ranks, by {parallel.cp_comm_type}"
+    split = f"the tokens of each pack are split over {cp} ranks, by {parallel.attention_exchange}"
     if config.document_alignment > 1:
         split += f"; documents start at multiples of {config.document_alignment} tokens"
     yield row(

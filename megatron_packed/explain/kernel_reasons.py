@@ -307,7 +307,7 @@ def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]
     elif config.model.normalization == "LayerNorm":
         names["norm"] = "torch"
     if "attention" in names and config.parallel.context_parallel_size > 1:
-        names["attention"] += f" ({config.parallel.cp_comm_type})"
+        names["attention"] += f" ({config.parallel.attention_exchange})"
     return {label: names[label] for label in (*LABELS.values(), *names) if label in names}
 
 

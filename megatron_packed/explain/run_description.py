@@ -97,7 +97,7 @@ def _shared(config: RunConfig, groups: ParallelGroups) -> str:
     if groups.tp_cp.size > 1:
         by_rows = config.parallel.sequence_parallel and groups.tp.size > 1
         tensor = f"{groups.tp.size} tensor-parallel{', sequence too,' if by_rows else ''}"
-        context = f" x {groups.cp.size} context-parallel by {config.parallel.cp_comm_type}"
+        context = f" x {groups.cp.size} context-parallel by {config.parallel.attention_exchange}"
         axes.append(
             f"{tensor}{context if groups.cp.size > 1 else ''} x {groups.dp.size} data-parallel"
         )

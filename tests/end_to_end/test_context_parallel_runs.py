@@ -36,7 +36,9 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     [padding] = [
         line for line in said.splitlines() if "Documents begin at multiples of 4 slots" in line
     ]
-    for number, (name, way) in enumerate({"a2a": A2A, "all_gather": IN_ORDER}.items(), 1):
+    for number, (name, way) in enumerate(
+        {"a2a": A2A, "all_gather of contiguous rows": IN_ORDER}.items(), 1
+    ):
         end = number * THIRD
         said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=end, **way)
         assert f"1 tensor-parallel x 2 context-parallel by {name} x 1 data-parallel" in said

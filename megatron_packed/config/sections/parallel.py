@@ -199,6 +199,12 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         return self.exchanges_keys and self.cp_partition_mode == "zigzag"
 
     @property
+    def attention_exchange(self) -> str:
+        """Words for the exchange of context-parallel attention."""
+        in_order = self.exchanges_keys and not self.uses_zigzag
+        return self.cp_comm_type + " of contiguous rows" * in_order
+
+    @property
     def ranks_per_row(self) -> int:
         """Number of ranks that share the rows of a pack between layers."""
         return self.context_parallel_size * (
