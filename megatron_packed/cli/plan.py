@@ -391,6 +391,18 @@ def _step_lines(work: StepWork, world_size: int) -> list[str]:
         f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
         f"{work.total / world_size:.4g} on each rank.",
         _six_n_t_sentence(work),
+        *_partition_lines(work),
+    ]
+
+
+def _partition_lines(work: StepWork) -> list[str]:
+    """Return the line that compares the partitions of a pack; empty if there is one partition."""
+    rows = work.rows_of_ranks
+    if rows is None:
+        return []
+    return [
+        f"--cp-partition-mode: a zigzag pads these documents by {100 * rows.zigzag_padding:.1f} % of their tokens; "
+        f"with contiguous rows the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention."
     ]
 
 

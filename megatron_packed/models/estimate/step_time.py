@@ -24,6 +24,7 @@ from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.distributed.zero1_layout import FlatLayout, Ownership
 from megatron_packed.layers.moe.expert_room import Load
 from megatron_packed.models.estimate.gpu_rates import GpuRates
+from megatron_packed.models.estimate.rows_of_ranks import slowest_rank
 from megatron_packed.models.estimate.step_memory import KnownUnits, MetaStep, Work
 from megatron_packed.models.estimate.traced_work import (
     ELEMENTWISE,
@@ -235,39 +236,6 @@ class KernelTimes:
                 for i, each in enumerate(rates.op_byte.get(name, rates.op_byte["permute"]))
             )
         return forward, both
-
-
-_PACKS_TO_COMPARE = 32
-
-
-def slowest_rank(
-    lengths: NDArray[np.float64], tokens: int, ranks: int, window: int | None
-) -> float:
-    """Return the visible pairs of the slowest rank over the mean, if ranks have contiguous rows.
-
-    It is the mean of some packs, which documents fill in the given order.
-
-    Args:
-        lengths: tokens of the documents' pieces.
-        tokens: slots of a pack.
-        window: number of tokens that a token sees, or None.
-
-    Example:
-        A document that fills the pack of 4 ranks gives them 1, 3, 5 and 7 of 16 parts: 1.75.
-    """
-    shares = []
-    seen_T, filled = np.zeros(tokens), 0
-    for length in [*lengths.astype(np.int64), tokens]:
-        if filled + length > tokens:  # The last length stands for the next pack.
-            pairs_R = seen_T.reshape(ranks, -1).sum(axis=1)
-            shares.append(pairs_R.max() / pairs_R.mean())
-            if len(shares) == _PACKS_TO_COMPARE:
-                break
-            seen_T, filled = np.zeros(tokens), 0
-        seen = np.arange(length) + 0.5
-        seen_T[filled : filled + length] = seen if window is None else np.minimum(seen, window)
-        filled += length
-    return float(np.mean(shares))
 
 
 def _pass_exchanges(config: RunConfig, rates: GpuRates, calls: Calls) -> float:

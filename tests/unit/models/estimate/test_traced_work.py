@@ -12,8 +12,9 @@ from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.models.estimate import step_memory
 from megatron_packed.models.estimate.gpu_rates import measured_rates
+from megatron_packed.models.estimate.rows_of_ranks import RowsOfRanks, slowest_rank
 from megatron_packed.models.estimate.step_memory import MetaStep, Work
-from megatron_packed.models.estimate.step_time import KernelTimes, slowest_rank
+from megatron_packed.models.estimate.step_time import KernelTimes
 from megatron_packed.models.estimate.traced_work import (
     LOSS_PRODUCT,
     PRODUCT,
@@ -166,5 +167,26 @@ def test_the_slowest_rank_has_the_most_visible_pairs(window: int | None) -> None
     assert found == pytest.approx(sum(shares) / 3)
 
 
-def test_contiguous_rows_of_a_long_document_take_the_time_of_the_last_rank() -> None:
-    assert slowest_rank(np.array([64.0]), 64, 4, None) == 1.75
+def test_each_partition_has_its_cost() -> None:
+    """A document that fills the pack slows the last rank, and short ones are padded by a zigzag."""
+    long, short = (
+        RowsOfRanks.for_documents(np.array(lengths), 64, 4, None) for lengths in ([64], [7, 9] * 4)
+    )
+    assert long == RowsOfRanks(zigzag_padding=0.0, slowest_contiguous=1.75)
+    assert short.zigzag_padding == 8 / 16 and short.slowest_contiguous < 1.3
+
+
+def test_time_of_attention_over_contiguous_rows_is_that_of_the_slowest_rank() -> None:
+    """Its kernel and its exchange are those of the trace, without rows that a window does not reach."""
+    found = {}
+    for mode in ("zigzag", "contiguous"):
+        flags = f"--context-parallel-size 4 --cp-comm-type p2p --cp-partition-mode {mode}"
+        config = config_of("*", f"{flags} --window-size 100,0", 4)
+        calls = calls_of("*", f"{flags} --window-size 100,0", 4)
+        times = KernelTimes(measured_rates()["H200"], calls, config, np.array([128])).by_op()
+        found[mode] = sum(t for name, t in times.items() if name.endswith("attention"))
+        sent = {call: n for call, n in calls.items() if isinstance(call, PlannedExchange)}
+        row = 2 * 2 * 64 * 2  # keys and values of two heads in bf16
+        message = PlannedExchange("send", 100 * row, (0, 1, 2, 3), False)
+        assert sent == ({message: 2} if mode == "contiguous" else {})
+    assert found["contiguous"] > found["zigzag"]
