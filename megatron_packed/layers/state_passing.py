@@ -34,7 +34,7 @@ from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.ssd.parts import PartOfPack
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
 
