@@ -128,6 +128,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
         "cp2 state zero overlap": {**CP2, "mamba_cp_comm_type": "state", **ZERO, **GRADIENTS},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
+        "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
     },
@@ -141,6 +142,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
         "cp4 a2a parts": {"context_parallel_size": 4, "cp_comm_overlap_parts": 2},
         "cp4 state": {"context_parallel_size": 4, "mamba_cp_comm_type": "state"},
+        "cp4 chunkwise": {"context_parallel_size": 4, "linear_cp_mode": "chunkwise"},
         "ep4 allgather": {
             "expert_model_parallel_size": 4,
             "moe_token_dispatcher_type": "allgather",

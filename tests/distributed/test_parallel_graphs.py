@@ -91,10 +91,17 @@ REPLAYED = {
         RING,
         Way(2, cp_size=2, comm_type="all_gather"),
         Way(2, cp_size=2, mamba="state"),
+        Way(2, cp_size=2, linear="chunkwise"),
         EP2,
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
     ],
-    "full_iteration": [TP2, Way(2, cp_size=2), RING, RING._replace(mamba="state"), EP2],
+    "full_iteration": [
+        TP2,
+        Way(2, cp_size=2),
+        RING,
+        RING._replace(mamba="state", linear="chunkwise"),
+        EP2,
+    ],
     # These layers run a forward pass before their captures, in which the ranks wait for each other.
     "transformer_engine": [Way(2, 2, True), Way(2, cp_size=2), EP2],
 }

@@ -51,7 +51,7 @@ def train(
     comm_type: str,
     pattern: str,
     backends: dict[str, str],
-    mamba_comm_type: str = "heads",
+    **passing: str,
 ) -> dict[str, Tensor]:
     """Return loss and gradients of one pack over all ranks.
 
@@ -61,7 +61,7 @@ def train(
         ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS),
         groups=groups,
         cp_comm_type=comm_type,
-        mamba_cp_comm_type=mamba_comm_type,
+        **passing,
         dtype=torch.bfloat16,
         backends=backends,
         **SIZES,
@@ -80,8 +80,10 @@ def train(
     return found
 
 
-def train_rank(groups: ParallelGroups, *arguments: Any) -> dict[str, Tensor]:
-    return train(groups, *arguments)
+def train_rank(
+    groups: ParallelGroups, passing: dict[str, str], *arguments: Any
+) -> dict[str, Tensor]:
+    return train(groups, *arguments, **passing)
 
 
 LAYERS = "M*-G*"
@@ -108,15 +110,29 @@ PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state", "hybrid_layer_pattern": S
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
 def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
-    compare_with_one(comm_type, SCANS, {}, "state")
+    compare_with_one(comm_type, SCANS, {}, mamba_cp_comm_type="state")
 
 
-def compare_with_one(*arguments: Any) -> None:
+RULES = "G*-G"
+RULES_PASSED = {"cp_size": 2, "linear_cp_mode": "chunkwise", "hybrid_layer_pattern": RULES}
+
+
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {**RULES_PASSED, "cp_comm_type": comm_type}))
+@pytest.mark.shows(
+    "isolation", of=lambda comm_type: (2, {**RULES_PASSED, "cp_comm_type": comm_type})
+)
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
+def test_two_gpus_pass_the_states_of_gated_delta_nets(comm_type: str) -> None:
+    compare_with_one(comm_type, RULES, {}, linear_cp_mode="chunkwise")
+
+
+def compare_with_one(*arguments: Any, **passing: str) -> None:
     """Compare losses and gradients of two ranks with those of one process."""
     expected = train(None, *arguments)
     moves = largest_moves(arguments[1])
     ranks = run_distributed(
-        train_rank, 2, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300
+        train_rank, 2, passing, *arguments, backend="nccl", layout={"cp_size": 2}, timeout=300
     )
     for found in ranks:
         assert float(found["moved"]) == 0

@@ -76,6 +76,8 @@ class Way(NamedTuple):
     """Communication of Mamba layers."""
     tp_overlap: bool = False
     """``--tp-comm-overlap``."""
+    linear: str = "headwise"
+    """Communication of gated delta nets."""
 
     @property
     def dp_size(self) -> int:
@@ -100,6 +102,7 @@ class Way(NamedTuple):
         ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words.append("state" * (self.mamba == "state"))
+        words.append("chunkwise" * (self.linear == "chunkwise"))
         words.append("overlap" * self.tp_overlap)
         words += [
             f"ep{self.ep_size}" * (self.ep_size > 1),
@@ -122,6 +125,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             context_parallel_size=way.cp_size,
             cp_comm_type=way.comm_type,
             mamba_cp_comm_type=way.mamba,
+            linear_cp_mode=way.linear,
             sequence_parallel=way.sequence_parallel,
             tp_comm_overlap=way.tp_overlap,
             use_distributed_optimizer=way.distributed_optimizer,

@@ -333,6 +333,7 @@ def draw_parallel(draw: random.Random, pattern: str) -> tuple[int, dict[str, Any
         "context_parallel_size": cp,
         "cp_comm_type": draw.choice(["p2p", "a2a", "all_gather"]),
         "mamba_cp_comm_type": draw.choice(["heads", "state"]) if cp > 1 else "heads",
+        "linear_cp_mode": draw.choice(["headwise", "chunkwise"]) if cp > 1 else "headwise",
         "cp_comm_overlap_parts": draw.choice([1, 1, 2]) if cp > 1 else 1,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": draw.choice([None, 1]) if tp > 1 else None,

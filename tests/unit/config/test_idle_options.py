@@ -123,12 +123,13 @@ CASES = {
     },
     (
         "--sequence-parallel --cp-comm-type a2a --mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
-        "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
+        "--linear-cp-mode chunkwise --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
         "--distributed-backend gloo --distributed-timeout-minutes 3"
     ): {
         "--tensor-model-parallel-size is 1": "sequence_parallel",
         "--context-parallel-size is 1": "cp_comm_type mamba_cp_comm_type cp_comm_overlap_parts",
+        "the pattern has no G layer": "linear_cp_mode",
         "no two ranks have the same weights": (
             "overlap_grad_reduce use_distributed_optimizer "
             "check_weight_hash_across_dp_replicas_interval "

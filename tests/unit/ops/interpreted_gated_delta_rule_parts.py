@@ -26,14 +26,8 @@ KEPT = {"decay": 0.01, "beta": -2.0}
 """Arguments of `inputs` with which a state lasts over several parts."""
 
 
-def upstream(values):
-    """Return the gradient of the output that `forward_backward` uses."""
-    weight = torch.linspace(-1, 1, values["v"].numel(), dtype=torch.float64).sin()
-    return (7 * weight).sin().view(values["v"].shape)
-
-
 def in_parts(values, lengths, parts, **options):
-    return results_in_parts(values, lengths, parts, upstream(values), backend="triton", **options)
+    return results_in_parts(values, lengths, parts, backend="triton", **options)
 
 
 @pytest.mark.parametrize(

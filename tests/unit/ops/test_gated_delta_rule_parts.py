@@ -114,7 +114,7 @@ def test_documents_do_not_touch_each_other_by_a_bit(lengths):
 
 
 def test_values_that_are_not_finite_stay_in_their_document():
-    lengths = [60, 80, 58, 66]
+    lengths = [60, 80, 70, 54]
     values = make(torch.float32)
     values["v"][70] = torch.inf
     values["k"][130] = torch.nan
