@@ -131,6 +131,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 contiguous": {**CP2, **IN_ORDER},
         "cp2 contiguous state": {**CP2, **IN_ORDER, "mamba_cp_comm_type": "state"},
         "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
+        "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
     },
@@ -149,6 +150,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             **IN_ORDER,
             "mamba_cp_comm_type": "state",
         },
+        "cp4 chunkwise": {"context_parallel_size": 4, "linear_cp_mode": "chunkwise"},
         "ep4 allgather": {
             "expert_model_parallel_size": 4,
             "moe_token_dispatcher_type": "allgather",

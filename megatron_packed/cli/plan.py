@@ -364,7 +364,7 @@ def _communicators(number: int) -> str:
 
 
 def _state_lines(config: RunConfig) -> list[str]:
-    """Return the line about the bytes of passed states; empty if no layer passes states."""
+    """Return the lines about the bytes of passed states; empty if no layer passes states."""
     from megatron_packed.explain.state_messages import state_messages
 
     sent = state_messages(config)
@@ -373,10 +373,14 @@ def _state_lines(config: RunConfig) -> list[str]:
     moved = ""
     if sent.reordering:
         moved = f", and {sent.reordering / _MIB:,.2f} MiB to reorder the rows of each * layer"
+    each = [
+        f"{(layer.states + layer.halo) / _MIB:,.2f} MiB for each {symbol} layer (states "
+        f"{layer.states / _MIB:,.2f}, halo {layer.halo / _MIB:,.2f})"
+        for symbol, layer in sent.layers.items()
+    ]
     return [
-        f"In each pass a rank sends at most {(sent.states + sent.halo) / _MIB:,.2f} MiB for each M layer to "
-        f"other context-parallel ranks (states {sent.states / _MIB:,.2f}, halo "
-        f"{sent.halo / _MIB:,.2f}){moved}."
+        "In each pass a rank sends at most the following to other context-parallel ranks: "
+        f"{', '.join(each)}{moved}."
     ]
 
 

@@ -6,19 +6,19 @@ exchange data between the ranks, because they need complete documents. Parameter
 ranks. Their gradients are summed over context-parallel and data-parallel ranks together.
 
 [Note: reordered rows]
-Mamba layers that pass states need contiguous rows, and attention over a zigzag needs other rows.
-There are fewer attention layers than others, so the rows between layers are contiguous. Queries, keys
-and values move to the zigzag, and the outputs move back. The number of rows that a rank owes another
-one depends on the documents, but CUDA graphs need fixed sizes. So each move is two all-to-alls of
-equal parts: rows are exchanged for columns, reordered locally, and exchanged back. Attention over
-contiguous rows (`contiguous_attention`) needs no reordering.
+Layers that pass states need contiguous rows, and attention over a zigzag needs other rows. There are
+fewer attention layers than others, so the rows between layers are contiguous. Queries, keys and values
+move to the zigzag, and the outputs move back. The number of rows that a rank owes another one depends
+on the documents, but CUDA graphs need fixed sizes. So each move is two all-to-alls of equal parts: rows
+are exchanged for columns, reordered locally, and exchanged back. Attention over contiguous rows
+(`contiguous_attention`) needs no reordering.
 
 Letters: T tokens of the pack; each of c ranks holds T / c of them. C columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -46,6 +46,7 @@ A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
 HEADS, STATE = "heads", "state"
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
+HEADWISE, CHUNKWISE = "headwise", "chunkwise"
 
 
 def mamba_cp_comm_type(name: str) -> str:
@@ -56,6 +57,17 @@ def mamba_cp_comm_type(name: str) -> str:
     """
     if name not in (HEADS, STATE):
         raise ValueError(f"mamba_cp_comm_type is {name!r}; choose heads or state.")
+    return name
+
+
+def linear_cp_mode(name: str) -> str:
+    """Return the communication type of gated delta nets.
+
+    Raises:
+        ValueError: the communication type is unknown.
+    """
+    if name not in (HEADWISE, CHUNKWISE):
+        raise ValueError(f"linear_cp_mode is {name!r}; choose headwise or chunkwise.")
     return name
 
 
@@ -90,6 +102,7 @@ class Communication(TypedDict, total=False):
     cp_comm_type: str
     cp_partition_mode: str
     mamba_cp_comm_type: str
+    linear_cp_mode: str
     cp_comm_overlap_parts: int
     sequence_parallel: bool
 
@@ -123,6 +136,11 @@ class ContextParallel:
     ``heads`` is an all-to-all to the head-parallel layout and back. ``state`` passes the states of
     the scan from rank to rank; see `state_passing`.
     """
+    linear_mode: str = HEADWISE
+    """Communication type of gated delta nets.
+
+    ``headwise`` is what ``heads`` is for Mamba layers, and ``chunkwise`` is what ``state`` is.
+    """
     exchange: EqualExchange | None = None
     """Exchange of heads and tokens among the ranks of the group; None for one rank."""
 
@@ -137,19 +155,25 @@ class ContextParallel:
         cls,
         groups: ParallelGroups | None,
         *,
-        has_states: bool = True,
+        state_options: Collection[str] | None = None,
         **communication: Unpack[Communication],
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``ALL_ROWS`` for one rank.
 
-        Without layers that ``has_states`` to pass, Mamba's communication type has no effect.
-
+        Args:
+            groups: process groups of this rank.
+            state_options: options of `Communication` with which layers of the model may pass states;
+                None for all. Other options of this sort have no effect.
+            communication: options of the model's communication.
         Raises:
             ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         partition_mode = cp_partition_mode(communication.get("cp_partition_mode", ZIGZAG))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
+        linear_mode = linear_cp_mode(communication.get("linear_cp_mode", HEADWISE))
+        has_scans = state_options is None or "mamba_cp_comm_type" in state_options
+        has_delta_rules = state_options is None or "linear_cp_mode" in state_options
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
         return cls(
@@ -158,7 +182,8 @@ class ContextParallel:
             rank=groups.cp.rank,
             comm_type=comm_type,
             partition_mode=partition_mode,
-            mamba_comm_type=mamba_comm_type if has_states else HEADS,
+            mamba_comm_type=mamba_comm_type if has_scans else HEADS,
+            linear_mode=linear_mode if has_delta_rules else HEADWISE,
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
         )
 
@@ -172,15 +197,25 @@ class ContextParallel:
         return not self.exchanges_heads and self.partition_mode == ZIGZAG
 
     @property
-    def passes_states(self) -> bool:
+    def passes_scan_states(self) -> bool:
         """Return whether Mamba layers pass states between the ranks."""
         return self.size > 1 and self.mamba_comm_type == STATE
+
+    @property
+    def passes_delta_rule_states(self) -> bool:
+        """Return whether gated delta nets pass states between the ranks."""
+        return self.size > 1 and self.linear_mode == CHUNKWISE
+
+    @property
+    def passes_states(self) -> bool:
+        """Return whether layers of any kind pass states between the ranks."""
+        return self.passes_scan_states or self.passes_delta_rule_states
 
     @property
     def partition(self) -> Partition:
         """Partition of the rows between layers.
 
-        It is the partition of attention, unless Mamba layers pass states: they need contiguous rows.
+        It is the partition of attention, unless layers pass states: they need contiguous rows.
         """
         zigzag = self.uses_zigzag and not self.passes_states
         return Partition(size=self.size, rank=self.rank, zigzag=zigzag)

@@ -132,7 +132,7 @@ class RecurrentMixer(nn.Module):
         width: convolution width.
         bias: adds a bias to each convolution channel.
         norm: gated norm of the output.
-        passes_states: the class has ``scan_part``, and passes states if the run does.
+        passes_states: over several context-parallel ranks, pass states by ``scan_part``.
     """
 
     head_parameters: ClassVar[tuple[str, ...]] = ()
@@ -169,7 +169,7 @@ class RecurrentMixer(nn.Module):
         self.shapes: tuple[tuple[int, ...], ...]
         self.shapes = self._rows(inner, [(channels.local_length,)], (own_head.count,))
         """Columns of the projection as `split` returns them."""
-        if passes_states and build.cp.passes_states:
+        if passes_states:
             from megatron_packed.layers.state_passing import StatePassing
 
             self.over_ranks = StatePassing(build.cp, width)

@@ -1,12 +1,14 @@
-"""Passing of a Mamba layer's state between context-parallel ranks.
+"""Passing of the state of a Mamba layer or gated delta net between context-parallel ranks.
 
 [Note: passed states]
 Rank r runs the layer on part r of the pack, slots ``[r T / c, (r + 1) T / c)``, with all its heads.
 Two small messages connect the parts. The last W - 1 inputs of each part (the halo) go to the
 convolution of the next one. The state that leaves each part goes to all later parts, because a
-document may have tokens in several of them (`ops.ssd.passed_states`). The sizes of both do not depend
-on T. So neither heads nor groups need to divide among the ranks. On two H200, a step in graphs takes
-171.1 ms with passed states and 187.6 ms with exchanged heads (2026-11-29).
+document may have tokens in several of them (`ops.ssd.passed_states`). A gated delta net also sends the
+matrix that its part applies to a state (`ops.gated_delta_rule.passed_states`). The sizes of all do not
+depend on T. So neither heads nor groups need to divide among the ranks. On two H200, a step of Mamba and
+attention layers in graphs takes 171.1 ms with passed states and 187.6 ms with exchanged heads
+(2026-11-29).
 
 The halo is all-gathered. Kernels that pass states themselves send their message only to the parts that
 need it: to later parts in forward, and to earlier ones in backward. The first rank does not wait in
@@ -34,12 +36,18 @@ from megatron_packed.distributed.collectives import start_row_from_others
 from megatron_packed.distributed.differentiable import gather_rows
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.ssd.parts import PartOfPack
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.ssd.passed_states import entering_state
 from megatron_packed.packed.params import PackedSeqParams
 
 if TYPE_CHECKING:
     from megatron_packed.layers.recurrent_mixer import RecurrentMixer
+
+
+def offsets_of_part(packed: PackedSeqParams, rank: int, size: int) -> Tensor:
+    """Return the offsets of the documents in part ``rank`` of ``size``; others have length 0."""
+    rows = packed.total_tokens // size
+    return (packed.cu_seqlens - rank * rows).clamp(0, rows)
 
 
 class StatePassing:
@@ -77,8 +85,7 @@ class StatePassing:
 
     def cu_seqlens(self, packed: PackedSeqParams) -> Tensor:
         """Return the offsets of the documents in this rank's part; others have length 0."""
-        rows = packed.total_tokens // self.cp.size
-        return (packed.cu_seqlens - self.cp.rank * rows).clamp(0, rows)
+        return offsets_of_part(packed, self.cp.rank, self.cp.size)
 
     def part(self, packed: PackedSeqParams) -> PartOfPack:
         """Return this rank's part of the pack."""
@@ -100,6 +107,10 @@ class StatePassing:
         # reduce-scatter of the backward pass.
         return pad(last_TC, (0, 0, self.halo, 0)).narrow(0, start, self.halo)
 
+    def gather(self, message_1X: Tensor) -> Tensor:
+        """Return ``(c, X)``: the messages of all parts. Backward sums their gradients."""
+        return gather_rows(message_1X, self.cp.group)
+
     def entering(self, state_NPS: Tensor, log_N: Tensor, packed: PackedSeqParams) -> Tensor:
         """Return the state that enters this rank's part, ``(N, P, S)``.
 
@@ -108,7 +119,7 @@ class StatePassing:
             log_N: logarithm of the part's decay.
         """
         message_1X = torch.cat([state_NPS.flatten(), log_N])[None]
-        gathered_cX = gather_rows(message_1X, self.cp.group)
+        gathered_cX = self.gather(message_1X)
         states_cX, logs_cN = torch.split(gathered_cX, [state_NPS.numel(), len(log_N)], dim=1)
         # (1, T) -> (c, T / c)
         documents = packed.seq_idx.view(self.cp.size, -1)

@@ -131,6 +131,7 @@ class HybridModel(nn.Module):
             ``contiguous``, or ``zigzag``, which needs packs in which every document is padded to a
             multiple of 2 cp_size.
         mamba_cp_comm_type: context-parallel Mamba layers: ``heads`` or ``state``.
+        linear_cp_mode: context-parallel gated delta nets: ``headwise`` or ``chunkwise``.
         cp_comm_overlap_parts: largest number of parts in which heads are exchanged between
             context-parallel ranks; a part travels while another one is computed.
         sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
@@ -161,6 +162,7 @@ class HybridModel(nn.Module):
         cp_comm_type: str = "a2a",
         cp_partition_mode: str = "zigzag",
         mamba_cp_comm_type: str = "heads",
+        linear_cp_mode: str = "headwise",
         cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,
         tp_overlap: TensorOverlap = NO_OVERLAP,
@@ -183,8 +185,9 @@ class HybridModel(nn.Module):
             cp_comm_type=cp_comm_type,
             cp_partition_mode=cp_partition_mode,
             mamba_cp_comm_type=mamba_cp_comm_type,
+            linear_cp_mode=linear_cp_mode,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
-            has_states=any(kind.passes_states for kind in kinds_of(config.layer_types)),
+            state_options={kind.state_option for kind in kinds_of(config.layer_types)},
         )
         self.ep = ExpertParallel.from_groups(groups, self.tp)
         self.config = config

@@ -131,6 +131,8 @@ class Run:
     """Communication of Mamba layers."""
     partition: str = "zigzag"
     """Rows of a rank in attention that exchanges keys and values."""
+    linear: str = "headwise"
+    """Communication of gated delta nets."""
 
     @property
     def alignment(self) -> int:
@@ -147,6 +149,7 @@ def build(run: Run, groups: ParallelGroups | None) -> HybridModel:
         cp_comm_type=run.comm_type,
         cp_partition_mode=run.partition,
         mamba_cp_comm_type=run.mamba,
+        linear_cp_mode=run.linear,
         sequence_parallel=run.sequence_parallel,
     )
 
@@ -351,6 +354,47 @@ def test_ranks_pass_the_states_of_scans(
     check(pools, world_size, layout, runs)
 
 
+ODD_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+"""Key heads that neither 4 ranks nor 2 ranks of each of 2 tensor-parallel ranks can share."""
+
+
+@pytest.mark.shows(
+    "eager",
+    "CP a2a",
+    "CP p2p",
+    "CP chunkwise",
+    of=lambda world_size, layout: (world_size, layout, {"hybrid_layer_pattern": "G*-G"}),
+)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_ranks_pass_the_states_of_gated_delta_nets(
+    pools: WorkerPools, world_size: int, layout: dict[str, int]
+) -> None:
+    """Check key heads that the ranks cannot share, in both precisions, and both widths of a halo."""
+    changes = {**TIED, **ODD_DELTA}
+    runs = variants(layout, changes=changes, pattern="G*-G", linear="chunkwise")
+    runs = [run for run in runs if run.comm_type != "all_gather"]
+    runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
+    short = {**changes, "linear_conv_kernel_dim": 2, "linear_allow_neg_eigval": True}
+    runs.append(Run("p2p", short, "GE", linear="chunkwise"))
+    check(pools, world_size, layout, runs)
+
+
+@pytest.mark.parametrize("mamba", ["heads", "state"])
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_layers_that_pass_states_and_that_exchange_heads_share_contiguous_rows(
+    pools: WorkerPools, world_size: int, layout: dict[str, int], mamba: str
+) -> None:
+    changes = {**TIED, **DELTA, "mamba_num_groups": 1}
+    options = {"dtype": torch.float32, "flat": True, "mamba": mamba}
+    linear = ["chunkwise", "headwise"] if mamba == "state" else ["chunkwise"]
+    runs = [
+        Run(comm, changes, "M*-EG*", linear=mode, **options)
+        for comm in ("a2a", "p2p")
+        for mode in linear
+    ]
+    check(pools, world_size, layout, runs)
+
+
 def halos(groups: ParallelGroups, width: int) -> tuple[list[float], list[float]]:
     """Return the halo of this rank's two rows, and their gradients from the halos of all ranks."""
     cp = ContextParallel.from_groups(groups, mamba_cp_comm_type="state")
@@ -527,14 +571,15 @@ def test_number_of_collectives(pools: WorkerPools) -> None:
 def test_passed_states_need_two_messages_and_attention_two_exchanges_for_each_reordering(
     pools: WorkerPools,
 ) -> None:
-    """Check the halo and the states of an M layer, and the moves before and after attention."""
+    """Check the halo and the states of M and G layers, and the moves before and after attention."""
     runs = [Run(comm, TIED, pattern="M*", mamba="state") for comm in ("a2a", "p2p")]
+    runs.append(Run("p2p", {**TIED, **ODD_DELTA}, pattern="G*", linear="chunkwise"))
     runs.append(Run("all_gather", TIED, pattern="*M", mamba="state"))
     gathers = ["_allgather_base_"] * 2
     scatters = ["_reduce_scatter_base_"] * 2
     moves = ["alltoall_base_"] * 2
-    for *mamba, attend in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
-        for found in mamba:
+    for *passing, attend in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
+        for found in passing:
             assert found == {"prepare": [], "forward": gathers, "backward": scatters}
         assert attend == {
             "prepare": [],
@@ -567,6 +612,7 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
     runs += [
         Run(comm, changes, "ME", mamba="state", dtype=torch.float32) for comm in ("a2a", "p2p")
     ]
+    runs.append(Run("p2p", changes, "GE", linear="chunkwise", dtype=torch.float32))
     for rank in pools.run(recorded_runs, 2, runs, layout={"cp_size": 2}):
         for first, second in rank:
             assert first == second and not asks(first)
@@ -659,6 +705,7 @@ ISOLATED = [
     "CP p2p",
     "CP contiguous",
     "CP state",
+    "CP chunkwise",
     of=lambda world_size, layout, sequence_parallel: (
         world_size,
         layout,
@@ -681,6 +728,7 @@ def test_other_documents_do_not_change_by_a_bit(
         for window in ({}, {"window_size": "9,0"})
     ]
     runs += [replace(run, pattern="M*GM", mamba="state") for run in (a2a, p2p)]
+    runs += [replace(run, pattern="G*MG", linear="chunkwise") for run in (a2a, p2p)]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
         for rank in results:
@@ -694,7 +742,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
         for comm in COMM_TYPES
         for pattern in ("M", "G", "*")
     ]
-    runs += [replace(run, mamba="state") for run in runs if run.pattern == "M"]
+    runs += [replace(run, mamba="state", linear="chunkwise") for run in runs if run.pattern in "MG"]
     runs += [
         replace(run, partition="contiguous")
         for run in runs
@@ -744,6 +792,10 @@ def _no_state(passing: StatePassing, state: Tensor, log: Tensor, packed: Any) ->
     return torch.zeros_like(state)
 
 
+def _no_messages(passing: StatePassing, message_1X: Tensor) -> Tensor:
+    return torch.zeros_like(message_1X).repeat(passing.cp.size, 1)
+
+
 def _first_part(num_segments: int) -> Callable[..., Shard]:
     """Return a `ContextParallel.part` that takes the first items of ``num_segments`` segments."""
     sound = ContextParallel.part
@@ -779,6 +831,7 @@ PATCHES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows of attention left in a zigzag": (attention, "from_zigzag", _unmoved),
     "no halo": (StatePassing, "halo_of", _without_halo),
     "no entering state": (StatePassing, "entering", _no_state),
+    "no messages": (StatePassing, "gather", _no_messages),
     "states without a way back": (state_passing, "gather_rows", gathered_without_sum),
     "everybody's first tokens": (ContextParallel, "own", _first_rows),
     "everybody's first heads": (ContextParallel, "part", _first_part(1)),
@@ -815,6 +868,9 @@ MUTATIONS = [
     Run("a2a", TIED, "M", mamba="state", mutation="states without a way back"),
     Run("p2p", TIED, "M*", mamba="state", mutation="contiguous rows in attention"),
     Run("p2p", TIED, "M*", mamba="state", mutation="rows of attention left in a zigzag"),
+    Run("a2a", DELTA, "G", linear="chunkwise", mutation="no halo"),
+    Run("p2p", {**TIED, **DELTA}, "G*", linear="chunkwise", mutation="no messages"),
+    Run("a2a", DELTA, "G", linear="chunkwise", mutation="states without a way back"),
     Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
     Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
     Run("a2a", DELTA, "G", mutation="everybody's first heads"),
@@ -876,6 +932,22 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], message: 
 def test_keys_travel_between_any_number_of_ranks_whatever_the_heads() -> None:
     model_of("p2p", "*", cp_size=3)
     assert model_of("allgather", "*", cp_size=3).cp.comm_type == "all_gather"
+
+
+def test_states_pass_between_any_number_of_ranks_whatever_the_heads() -> None:
+    groups = ParallelGroups(device=torch.device("cpu"), cp=Axis(size=3))
+    options: Any = {"mamba_cp_comm_type": "state", "linear_cp_mode": "chunkwise"}
+    for pattern, kinds in (("MG", "MG"), ("M-", "M"), ("G-", "G"), ("-", "")):
+        model = HybridModel(
+            cases.tiny_config(pattern),
+            vocab_size=cases.VOCAB,
+            max_positions=8,
+            groups=groups,
+            **options,
+        )
+        passes = (model.cp.passes_scan_states, model.cp.passes_delta_rule_states)
+        assert passes == ("M" in kinds, "G" in kinds)
+        assert model.cp.passes_states == bool(kinds)
 
 
 def test_packs_that_do_not_divide_and_logits_are_refused() -> None:

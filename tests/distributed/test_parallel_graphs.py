@@ -84,7 +84,14 @@ TP2, RING, EP2 = (
     Way(2, cp_size=2, comm_type="p2p"),
     Way(2, ep_size=2, distributed_optimizer=True),
 )
-IN_ORDER = Way(2, cp_size=2, comm_type="all_gather", mamba="state", partition="contiguous")
+IN_ORDER = Way(
+    2,
+    cp_size=2,
+    comm_type="all_gather",
+    mamba="state",
+    linear="chunkwise",
+    partition="contiguous",
+)
 REPLAYED = {
     "local": [
         TP2,
@@ -100,7 +107,7 @@ REPLAYED = {
         TP2,
         Way(2, cp_size=2),
         RING,
-        RING._replace(mamba="state"),
+        RING._replace(mamba="state", linear="chunkwise"),
         IN_ORDER._replace(comm_type="p2p"),
         EP2,
     ],

@@ -74,9 +74,11 @@ def compare(
     config = config_of(way)
     model = dataclasses.replace(config.model, hidden_dropout=dropout)
     model = dataclasses.replace(model, moe_comm_overlap_parts=expert_parts)
-    parallel = dataclasses.replace(
-        config.parallel, mamba_cp_comm_type="state" if passes_states else "heads"
-    )
+    parallel = config.parallel
+    if passes_states:
+        parallel = dataclasses.replace(
+            parallel, mamba_cp_comm_type="state", linear_cp_mode="chunkwise"
+        )
     config = dataclasses.replace(config, model=model, parallel=parallel)
     expected, fewest = one_step(config, groups)
     answers = {}
@@ -110,8 +112,8 @@ def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
     check_every_bit(pools, way)
 
 
-@pytest.mark.shows("recompute", "CP all_gather", "CP state")
-@pytest.mark.shows("offload", "CP all_gather", "CP state")
+@pytest.mark.shows("recompute", "CP all_gather", "CP state", "CP chunkwise")
+@pytest.mark.shows("offload", "CP all_gather", "CP state", "CP chunkwise")
 def test_every_bit_is_that_without_where_states_are_passed(pools: WorkerPools) -> None:
     check_every_bit(pools, WAYS[-1], passes_states=True)
 

@@ -404,6 +404,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
             groups=groups,
             cp_comm_type=way.comm_type,
             mamba_cp_comm_type=way.mamba,
+            linear_cp_mode=way.linear,
             sequence_parallel=way.sequence_parallel,
         )
     return [result.passed for result in results]
@@ -417,6 +418,7 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
         Way(4, 2, True, cp_size=2),
         Way(2, cp_size=2, comm_type="p2p"),
         Way(4, cp_size=4, comm_type="p2p", mamba="state"),
+        Way(4, cp_size=4, comm_type="p2p", mamba="state", linear="chunkwise"),
     ],
     ids=str,
 )
@@ -459,6 +461,7 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
         Way(4, 2, True, cp_size=2),
         Way(4, cp_size=4, comm_type="p2p"),
         Way(4, 2, True, cp_size=2, mamba="state"),
+        Way(4, 2, True, cp_size=2, linear="chunkwise"),
     ],
     ids=str,
 )

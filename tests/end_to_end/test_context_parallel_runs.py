@@ -11,6 +11,11 @@ OPTIONS: dict[str, Any] = {
     "eval_interval": THIRD,
     "no_isolation_self_test": None,
     "num_attention_heads": 4,
+    "hybrid_layer_pattern": "MG*-E",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 A2A: dict[str, Any] = {"context_parallel_size": 2}
 RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
@@ -27,7 +32,8 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     """A run with a2a on two processes resumes with contiguous keys, then with p2p on four processes.
 
     It equals a run of one process. The four processes also use tensor parallelism of 2, and pass the
-    states of Mamba layers.
+    states of Mamba layers and of gated delta nets. A tensor-parallel rank has one key head, which two
+    ranks could not share.
     """
     options = tiny_options(data, valid_data_path=data.valid, **OPTIONS)
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -42,12 +48,13 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
         end = number * THIRD
         said = trained(together, 2, options, pad_packed_seq_alignment=4, exit_interval=end, **way)
         assert f"1 tensor-parallel x 2 context-parallel by {name} x 1 data-parallel" in said
-        assert "isolation self-test: 12 checks passed" in said and padding in said
+        assert "isolation self-test: 15 checks passed" in said and padding in said
     layout = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
         "use_distributed_optimizer": True,
         "mamba_cp_comm_type": "state",
+        "linear_cp_mode": "chunkwise",
         **RING,
     }
     said = trained(
@@ -55,7 +62,7 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
     )  # p2p on two ranks uses the same alignment without a flag.
     assert (
         f"(iteration {2 * THIRD})" in said
-        and "isolation self-test: 12 checks passed" in said
+        and "isolation self-test: 15 checks passed" in said
         and padding in said
     )
     assert_same_log(together, alone)

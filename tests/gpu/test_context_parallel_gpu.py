@@ -51,9 +51,7 @@ def train(
     comm_type: str,
     pattern: str,
     backends: dict[str, str],
-    *,
-    mamba_comm_type: str = "heads",
-    partition: str = "zigzag",
+    communication: dict[str, str] | None = None,
     **changes: Any,
 ) -> dict[str, Tensor]:
     """Return loss and gradients of one pack over all ranks.
@@ -64,13 +62,13 @@ def train(
         ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS | changes),
         groups=groups,
         cp_comm_type=comm_type,
-        cp_partition_mode=partition,
-        mamba_cp_comm_type=mamba_comm_type,
+        **communication or {},
         dtype=torch.bfloat16,
         backends=backends,
         **SIZES,
     ).train()
-    alignment = 1 if comm_type == "a2a" or partition == "contiguous" else 4
+    in_order = (communication or {}).get("cp_partition_mode") == "contiguous"
+    alignment = 1 if comm_type == "a2a" or in_order else 4
     batch, group = pack(alignment), None if groups is None else groups.cp.group
     output = model(batch)
     output.loss.backward()
@@ -85,9 +83,9 @@ def train(
 
 
 def train_rank(
-    groups: ParallelGroups, arguments: tuple[Any, ...], options: dict[str, Any]
+    groups: ParallelGroups, arguments: tuple[Any, ...], changes: dict[str, Any]
 ) -> dict[str, Tensor]:
-    return train(groups, *arguments, **options)
+    return train(groups, *arguments, **changes)
 
 
 LAYERS = "M*-G*"
@@ -114,7 +112,7 @@ PASSED = {"cp_size": 2, "mamba_cp_comm_type": "state", "hybrid_layer_pattern": S
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
 def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
-    compare_with_one(comm_type, SCANS, {}, mamba_comm_type="state")
+    compare_with_one(comm_type, SCANS, {}, {"mamba_cp_comm_type": "state"})
 
 
 IN_ORDER = {"cp_size": 2, "cp_partition_mode": "contiguous", "hybrid_layer_pattern": LAYERS}
@@ -131,16 +129,29 @@ IN_ORDER = {"cp_size": 2, "cp_partition_mode": "contiguous", "hybrid_layer_patte
 )
 def test_two_gpus_attend_over_contiguous_rows(comm_type: str, changes: dict[str, Any]) -> None:
     """A border between the ranks cuts the sixth document."""
-    compare_with_one(comm_type, LAYERS, {}, partition="contiguous", **changes)
+    compare_with_one(comm_type, LAYERS, {}, {"cp_partition_mode": "contiguous"}, **changes)
 
 
-def compare_with_one(*arguments: Any, **options: Any) -> None:
+RULES = "G*-G"
+RULES_PASSED = {"cp_size": 2, "linear_cp_mode": "chunkwise", "hybrid_layer_pattern": RULES}
+
+
+@pytest.mark.shows("eager", of=lambda comm_type: (2, {**RULES_PASSED, "cp_comm_type": comm_type}))
+@pytest.mark.shows(
+    "isolation", of=lambda comm_type: (2, {**RULES_PASSED, "cp_comm_type": comm_type})
+)
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("comm_type", ["a2a", "p2p"])
+def test_two_gpus_pass_the_states_of_gated_delta_nets(comm_type: str) -> None:
+    compare_with_one(comm_type, RULES, {}, {"linear_cp_mode": "chunkwise"})
+
+
+def compare_with_one(*arguments: Any, **changes: Any) -> None:
     """Compare losses and gradients of two ranks with those of one process."""
-    expected = train(None, *arguments, **options)
-    changes = {k: v for k, v in options.items() if k not in ("mamba_comm_type", "partition")}
+    expected = train(None, *arguments, **changes)
     moves = largest_moves(arguments[1], changes)
     ranks = run_distributed(
-        train_rank, 2, arguments, options, backend="nccl", layout={"cp_size": 2}, timeout=300
+        train_rank, 2, arguments, changes, backend="nccl", layout={"cp_size": 2}, timeout=300
     )
     for found in ranks:
         assert float(found["moved"]) == 0

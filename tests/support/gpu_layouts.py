@@ -128,6 +128,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mamba_cp_comm_type": "state",
     },
     "cp2 state": {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
+    "cp2 chunkwise": {"context_parallel_size": 2, "linear_cp_mode": "chunkwise"},
     "cp2 p2p state": {
         "context_parallel_size": 2,
         "cp_comm_type": "p2p",

@@ -78,6 +78,8 @@ class Way(NamedTuple):
     """``--tp-comm-overlap``."""
     partition: str = "zigzag"
     """Rows of a rank in attention that exchanges keys and values."""
+    linear: str = "headwise"
+    """Communication of gated delta nets."""
 
     @property
     def dp_size(self) -> int:
@@ -102,6 +104,7 @@ class Way(NamedTuple):
         ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
         words.append("state" * (self.mamba == "state"))
+        words.append("chunkwise" * (self.linear == "chunkwise"))
         words.append("overlap" * self.tp_overlap)
         words.append("contiguous" * (self.partition == "contiguous"))
         words += [
@@ -126,6 +129,7 @@ def config_of(way: Way, *, bf16: bool = False, seed: int = 1, **model: Any) -> R
             cp_comm_type=way.comm_type,
             cp_partition_mode=way.partition,
             mamba_cp_comm_type=way.mamba,
+            linear_cp_mode=way.linear,
             sequence_parallel=way.sequence_parallel,
             tp_comm_overlap=way.tp_overlap,
             use_distributed_optimizer=way.distributed_optimizer,

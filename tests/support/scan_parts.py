@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_packed.ops.ssd.parts import PartOfPack
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.ssd.passed_states import ssd_of_part
 from support.op_packs import boundaries
 from support.scan_cases import NAMES, PER_TOKEN, RESULTS, upstream

@@ -54,6 +54,7 @@ AXES: dict[str, dict[str, Any]] = {
     **{f"CP {how}": {CP: 2, "cp_comm_type": how} for how in ("a2a", "all_gather", "p2p")},
     "CP contiguous": {CP: 2, "cp_comm_type": "p2p", "cp_partition_mode": "contiguous"},
     "CP state": {CP: 2, "mamba_cp_comm_type": "state"},
+    "CP chunkwise": {CP: 2, "linear_cp_mode": "chunkwise"},
     **{f"EP {how}": {EP: 2, "moe_token_dispatcher_type": how} for how in ("allgather", "alltoall")},
     "copied all-to-alls": {"all_to_all_backend": "symmetric_memory"},
 }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_packed.config.conditions import layers
+from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
+    Exchanged,
     LayerKind,
     LayerPart,
     Projection,
     Shared,
 )
 from megatron_packed.config.options import option
-from megatron_packed.config.section import KERNELS
+from megatron_packed.config.section import KERNELS, Section
 from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+if TYPE_CHECKING:
+    from megatron_packed.config.sections.parallel import ParallelConfig
 
 SYMBOL, GDN = "G", "gated delta net"
 GATED_DELTA_NET_LAYERS = layers(SYMBOL)
@@ -93,6 +97,22 @@ class GatedDeltaNetKernels(ConvolutionKernels, group=KERNELS, only_if=GATED_DELT
     )
 
 
+class GatedDeltaNetCommunication(Section, only_if=(GATED_DELTA_NET_LAYERS, CONTEXT_PARALLEL)):
+    """Option of the communication of context-parallel ranks."""
+
+    linear_cp_mode: str = option(
+        "headwise",
+        "Communication of context-parallel gated delta nets. headwise exchanges heads for tokens. "
+        "chunkwise passes the states of the rule, so the ranks need not divide the key heads.",
+        choices=("headwise", "chunkwise"),
+    )
+
+
+def _exchanged(parallel: ParallelConfig) -> Exchanged:
+    passes = parallel.context_parallel_size > 1 and parallel.linear_cp_mode == "chunkwise"
+    return "states" if passes else "heads"
+
+
 def _left_out(model: GatedDeltaNetOptions) -> dict[str, Any]:
     same = model.linear_norm_epsilon == model.norm_epsilon
     return {"linear_norm_epsilon": None} if same else {}
@@ -102,14 +122,19 @@ KIND = LayerKind(
     symbol=SYMBOL,
     name=GDN,
     place=3,
-    options={"model": GatedDeltaNetOptions, "training": GatedDeltaNetKernels},
+    options={
+        "model": GatedDeltaNetOptions,
+        "training": GatedDeltaNetKernels,
+        "parallel": GatedDeltaNetCommunication,
+    },
     left_out=_left_out,
     backends={"gated_delta_rule": "gated_delta_rule_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
     # The number of value heads is a multiple of this number.
     shared=(Shared("linear_num_key_heads"),),
-    exchanges=lambda parallel: "heads",
+    exchanges=_exchanged,
     heads=("linear_num_value_heads", "linear_num_key_heads"),
+    without_heads="--linear-cp-mode chunkwise",
     graph_modules=("gdn",),
     mixer_module="gdn",
     inside_norm=("gdn_norm", "gdn_in_proj"),

@@ -143,9 +143,6 @@ class MambaKernels(ConvolutionKernels, group=KERNELS, only_if=MAMBA_LAYERS):
 class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
     """Option of the communication of context-parallel ranks."""
 
-    if TYPE_CHECKING:
-        context_parallel_size: int
-
     mamba_cp_comm_type: str = option(
         "heads",
         "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
@@ -153,14 +150,10 @@ class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
         choices=("heads", "state"),
     )
 
-    @property
-    def passes_states(self) -> bool:
-        """Return whether context-parallel ranks pass the states of Mamba layers."""
-        return self.context_parallel_size > 1 and self.mamba_cp_comm_type == "state"
-
 
 def _exchanged(parallel: ParallelConfig) -> Exchanged:
-    return "states" if parallel.passes_states else "heads"
+    passes = parallel.context_parallel_size > 1 and parallel.mamba_cp_comm_type == "state"
+    return "states" if passes else "heads"
 
 
 def _left_out(model: MambaOptions) -> dict[str, Any]:

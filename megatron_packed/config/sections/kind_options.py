@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron_packed.config.kinds.attention import AttentionKernels, AttentionOptions
     from megatron_packed.config.kinds.experts import ExpertOptions
     from megatron_packed.config.kinds.gated_delta_net import (
+        GatedDeltaNetCommunication,
         GatedDeltaNetKernels,
         GatedDeltaNetOptions,
     )
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     class KindKernels(AttentionKernels, GatedDeltaNetKernels, MambaKernels): ...
 
-    class KindCommunication(MambaCommunication): ...
+    class KindCommunication(GatedDeltaNetCommunication, MambaCommunication): ...
 
 else:
     KindModelOptions, KindKernels, KindCommunication = map(

@@ -7,7 +7,8 @@ Kautz and Hatamizadeh, arXiv:2412.06464; the operations have the same order as i
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from megatron_packed.layers.kinds.mixer_kind import (
     MegatronNames,
     MixerKind,
     RankCounts,
+    TableBuilder,
 )
 from megatron_packed.layers.parameters import no_weight_decay, ones
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
@@ -31,6 +33,9 @@ from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.packed.params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_packed.layers.state_passing import StatePassing
 
 SLOW_RATE = 1 / 32
 """Rate A of the decay in the isolation self-test: a state halves in about 17 tokens."""
@@ -113,11 +118,30 @@ class GatedDeltaNet(RecurrentMixer):
             width=config.linear_conv_kernel_dim,
             bias=False,
             norm=norm,
+            passes_states=build.cp.passes_delta_rule_states,
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
 
     def scan_heads(self, inputs: HeadInputs, packed: PackedSeqParams) -> Tensor:
         """Run the gated delta rule; see `ops.gated_delta_rule.api.gated_delta_rule`."""
+        return self._delta_rule(inputs, packed, packed.seq_idx, packed.cu_seqlens)
+
+    def scan_part(
+        self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
+    ) -> Tensor:
+        """Run the rule on this rank's part of the pack, with the state that enters it."""
+        boundaries = passing.seq_idx(packed), passing.cu_seqlens(packed)
+        part = passing.part(packed)
+        return self._delta_rule(inputs, packed, *boundaries, part=part, gather=passing.gather)
+
+    def _delta_rule(
+        self,
+        inputs: HeadInputs,
+        packed: PackedSeqParams,
+        seq_idx_1T: Tensor,
+        cu_seqlens: Tensor,
+        **of_part: Any,
+    ) -> Tensor:
         (q_TGK, k_TGK, v_TNV), (b_TN, a_TN), (A_log_N, dt_bias_N) = inputs
         chunks = packed.tables.find(DocumentChunks)
         return gated_delta_rule(
@@ -128,12 +152,13 @@ class GatedDeltaNet(RecurrentMixer):
             b_TN,
             A_log_N,
             dt_bias_N,
-            packed.seq_idx,
-            packed.cu_seqlens,
+            seq_idx_1T,
+            cu_seqlens,
             allow_neg_eigval=self.allow_neg_eigval,
             tables=None if chunks is None else chunks.delta_rule,
             deterministic=self.backends.deterministic,
             backend=self.backends.gated_delta_rule,
+            **of_part,
         )
 
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
@@ -169,7 +194,7 @@ class DocumentChunks(NamedTuple):
     """Chunks of a pack's documents, for the kernels of the gated delta rule."""
 
     delta_rule: DeltaRuleTables
-    """Chunks of all slots; with context parallelism the scan sees all of them."""
+    """Chunks of the slots that the rule sees: those of this rank's part if it passes states, else all."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.delta_rule
@@ -177,6 +202,20 @@ class DocumentChunks(NamedTuple):
 
 def _chunks(packed: PackedSeqParams) -> DocumentChunks:
     return DocumentChunks(build_tables(packed.cu_seqlens, packed.total_tokens))
+
+
+def _chunks_of_part(packed: PackedSeqParams, *, rank: int, size: int) -> DocumentChunks:
+    from megatron_packed.layers.state_passing import offsets_of_part
+
+    offsets = offsets_of_part(packed, rank, size)
+    return DocumentChunks(build_tables(offsets, packed.total_tokens // size))
+
+
+def _tables(config: ModelConfig, build: Build) -> TableBuilder:
+    """Return the builder of the chunks of all slots, or of this rank's part if it passes states."""
+    if not build.cp.passes_delta_rule_states:
+        return _chunks
+    return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size)
 
 
 def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
@@ -214,11 +253,12 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: GatedDeltaNet(config, build),
     layer=ProjectedLayer,
+    state_option="linear_cp_mode",
     state=RECURRENT_STATE,
     # As in Megatron, A is uniform in [1, 16] and dt_bias is 1.
     fills={**RECURRENT_FILLS, "mixer.dt_bias": ones},
     isolation=IsolationCase(changes=_small_sizes, prepare=_slow_decay),
-    tables=lambda config, build: _chunks,
+    tables=_tables,
     megatron=MegatronNames(
         modules={
             "norm.": ("self_attention.in_proj.layer_norm_", "input_layernorm."),

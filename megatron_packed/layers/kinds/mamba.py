@@ -135,7 +135,7 @@ class MambaMixer(RecurrentMixer):
             width=config.mamba_d_conv,
             bias=config.mamba_conv_bias,
             norm=norm,
-            passes_states=True,
+            passes_states=build.cp.passes_scan_states,
         )
         self.chunk_size = config.mamba_chunk_size
 
@@ -216,7 +216,7 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: MambaMixer(config, build),
     layer=ProjectedLayer,
-    passes_states=True,
+    state_option="mamba_cp_comm_type",
     state=RECURRENT_STATE,
     fills={
         **RECURRENT_FILLS,

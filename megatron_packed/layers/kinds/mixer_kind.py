@@ -131,8 +131,10 @@ class MixerKind:
     """Function that builds the mixer."""
     layer: type[HybridLayer] = HybridLayer
     """Class of the layer around the mixer."""
-    passes_states: bool = False
-    """True if the mixer can pass states between context-parallel ranks."""
+    state_option: str = ""
+    """Option of `layers.context_parallel.Communication` with which the mixer passes states; empty if it
+    cannot.
+    """
     state: Callable[[Any], MixerState]
     """Function that creates the mixer's state for generation, with `lazy_function`: only generation
     imports states."""

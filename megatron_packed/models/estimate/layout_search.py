@@ -178,6 +178,19 @@ class _Planned(NamedTuple):
     imagined: Imagined
 
 
+_STATES = {"M": ("mamba_cp_comm_type", "state"), "G": ("linear_cp_mode", "chunkwise")}
+"""Symbol of a layer -> option and value with which ranks pass its states."""
+
+
+def _options_of_states(config: RunConfig) -> Options:
+    """Return the options with which all layers that can pass states do so, except those given."""
+    return {
+        name: value
+        for symbol, (name, value) in _STATES.items()
+        if symbol in config.model.hybrid_layer_pattern and not config.is_given(f"parallel.{name}")
+    }
+
+
 def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
     """Yield options of all layouts of ``world_size`` processes; not all of them may be allowed.
 
@@ -185,13 +198,9 @@ def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
     """
     sizes = every_divisor(world_size)
     of_experts = sizes if config.model.has_experts else [1]
-    states = [False]
-    if "M" in config.model.hybrid_layer_pattern and not config.is_given(
-        "parallel.mamba_cp_comm_type"
-    ):
-        states = [False, True]
-    for tp, cp, ep, by_state in product(sizes, sizes, of_experts, states):
-        if world_size % (tp * cp) or (by_state and cp == 1):
+    passing = _options_of_states(config)
+    for tp, cp, ep, states in product(sizes, sizes, of_experts, [{}, passing] if passing else [{}]):
+        if world_size % (tp * cp) or (states and cp == 1):
             continue
         options: dict[str, Any] = {
             "tensor_model_parallel_size": tp,
@@ -200,8 +209,7 @@ def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
         }
         if tp > 1:
             options["sequence_parallel"] = True
-        if by_state:
-            options["mamba_cp_comm_type"] = "state"
+        options |= states
         if not config.model.has_experts:
             yield options
             continue

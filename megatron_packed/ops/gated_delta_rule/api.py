@@ -18,13 +18,16 @@ packed form in chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_packed.ops.backend_dispatch import CHUNKS_TO_TUNE, Backend, GPUBackend, Op, OpWork
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
+from megatron_packed.ops.parts_of_pack import PartOfPack
 
 OP = Op(
     "gated_delta_rule",
@@ -57,6 +60,8 @@ class GatedDeltaRuleInputs:
     deterministic: bool
     dtype: torch.dtype
     device_type: str
+    in_parts: bool = False
+    """True if the tokens are a part of a pack, and states pass between the parts."""
 
 
 def gated_delta_rule(
@@ -74,10 +79,16 @@ def gated_delta_rule(
     tables: DeltaRuleTables | tuple[Tensor, ...] | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    part: PartOfPack | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run the gated delta rule, with the state set to zero before the first token of each document.
 
     The op divides q and k by their L2 norm, scales q and computes the gates itself.
+
+    With ``part`` the tokens are one of consecutive parts of a pack. All processes with a part call the op
+    at the same time, and its first document starts from the state that the earlier parts send. Boundaries
+    and tables are those of the part.
 
     Args:
         q_TGK, k_TGK: ``(T, G, K)`` after convolution and SiLU. q, k, v, a and b may be strided views
@@ -94,6 +105,9 @@ def gated_delta_rule(
         tables: result of ``tables.build_tables`` for this micro-batch; if None, the op builds it.
         deterministic: equal inputs give equal bits in all gradients in each run.
         backend: ``auto`` or a name of ``OP.names()``.
+        part: place of the part in the pack; None for a complete pack.
+        gather: returns the rows of all parts, ``(1, X)`` to ``(c, X)``, and sums their gradients in
+            backward. Backends that do not send messages themselves need it for a part.
     Returns:
         ``(T, N, V)`` in v's dtype.
     Raises:
@@ -103,8 +117,10 @@ def gated_delta_rule(
     _check(q_TGK, k_TGK, v_TNV, a_TN, b_TN)
     _check_boundaries(q_TGK, seq_idx_1T, cu_seqlens)
     _check_heads(v_TNV, A_log_N, dt_bias_N)
-    options = {"allow_neg_eigval": allow_neg_eigval, "deterministic": deterministic}
-    inputs = inputs_of(k_TGK, v_TNV, **options)
+    options: dict[str, Any] = {"allow_neg_eigval": allow_neg_eigval, "deterministic": deterministic}
+    inputs = inputs_of(k_TGK, v_TNV, in_parts=part is not None, **options)
+    if part is not None:
+        options |= {"part": part, "gather": gather}
     o_TNV: Tensor = OP.chosen[backend, inputs].loaded.run(
         *(q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, seq_idx_1T, cu_seqlens),
         tables=None if tables is None else DeltaRuleTables._make(tables),
@@ -119,6 +135,7 @@ def inputs_of(
     *,
     allow_neg_eigval: bool = False,
     deterministic: bool = False,
+    in_parts: bool = False,
 ) -> GatedDeltaRuleInputs:
     """Return the shapes, dtype and options of a call, which determine its backend."""
     return GatedDeltaRuleInputs(
@@ -131,6 +148,7 @@ def inputs_of(
         deterministic=deterministic,
         dtype=v_TNV.dtype,
         device_type=v_TNV.device.type,
+        in_parts=in_parts,
     )
 
 

@@ -54,6 +54,8 @@ def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
             f"the key dimension ({inputs.key_dim}) and the value dimension ({inputs.value_dim}) "
             "must be even, the first at most 256"
         )
+    if inputs.in_parts:
+        reasons.append("the package's states do not pass between parts of a pack here")
     if inputs.deterministic:
         reasons.append("equal gradients in each run are not proven for these kernels")
     return reasons

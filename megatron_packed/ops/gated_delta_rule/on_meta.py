@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.ops.gated_delta_rule.precision import tile_dtype
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK
 from megatron_packed.ops.on_meta import Memory, of_shape, workspace
+
+if TYPE_CHECKING:
+    from megatron_packed.ops.parts_of_pack import PartOfPack
 
 
 def run(
@@ -18,22 +22,35 @@ def run(
     v_TNV: Tensor,
     *tensors: Tensor,
     allow_neg_eigval: bool,
+    part: PartOfPack | None = None,
     **options: Any,
 ) -> Tensor:
     """Return a tensor of the output's shape. The arguments are those of `triton_kernels.run`."""
     (tokens, key_heads, key_dim), heads = q_TGK.shape, v_TNV.shape[1]
     dtype = tile_dtype(q_TGK.dtype, allow_neg_eigval)
-    shape = (-(-tokens // CHUNK), heads, v_TNV.shape[2], key_dim)
-    states = workspace(*shape, dtype=dtype, purpose=Purpose.STATES)
+    value_dim, slots = v_TNV.shape[2], -(-tokens // CHUNK)
+
+    def states(slots: int, rows: int, dtype: torch.dtype = torch.float32) -> Any:
+        return workspace(slots, heads, rows, key_dim, dtype=dtype, purpose=Purpose.STATES)
+
+    parts = 0 if part is None else part.parts  # messages of all parts travel
+    messages = states(parts, value_dim + key_dim)
+    at_border = states(min(parts, 1), value_dim)
     written = workspace(*v_TNV.shape, dtype=dtype)
     memory = Memory(
         saved=[
             workspace(2, key_heads, tokens),  # inverse norms of q and k
             workspace(5, heads, tokens),  # decays and beta
             workspace(2, heads, tokens, CHUNK, dtype=dtype),  # scores and inverse of each chunk
+            at_border,  # the state that enters the part
+            states(min(parts, 1), key_dim),  # the matrix of the own message
         ],
+        forward=[messages],
         backward=[
-            *[states] * 2,  # and their gradients
+            states(slots, value_dim, dtype),
+            states(slots + min(parts, 1), value_dim, dtype),  # gradients of the states
+            messages,
+            at_border,  # the gradient of the state after the part
             # What tokens write, and the exact gradient of v.
             *[written] * (1 if dtype == v_TNV.dtype else 2),
             workspace(3, heads, tokens),  # gradients of the gates

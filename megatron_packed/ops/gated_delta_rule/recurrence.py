@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 if TYPE_CHECKING:
+    from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
     from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
+
+
+def not_supported_reasons(inputs: GatedDeltaRuleInputs) -> list[str]:
+    """Return the reasons why the recurrence does not support these inputs; empty if it does."""
+    return ["the recurrence passes no states between parts of a pack"] if inputs.in_parts else []
 
 
 def run(

@@ -17,14 +17,21 @@ heads per key head. Sums are fp32, or float64 for float64 inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
+from megatron_packed.ops.gated_delta_rule.passed_states import (
+    StateSizes,
+    begins_inside,
+    state_of_gathered,
+)
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables, build_tables
+from megatron_packed.ops.parts_of_pack import PartOfPack
 
 
 def run(
@@ -41,6 +48,8 @@ def run(
     allow_neg_eigval: bool,
     tables: DeltaRuleTables | None,
     deterministic: bool,
+    part: PartOfPack | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run the op; see ``api.gated_delta_rule``."""
     places = Places.from_tables(tables or build_tables(cu_seqlens, k_TGK.shape[0]), k_TGK.shape[0])
@@ -51,7 +60,14 @@ def run(
     )
     q_QG1LK = places.chunked(unit(q_TGK.to(dtype)) * q_TGK.shape[2] ** -0.5)[:, :, None]
 
-    entering_QGRKV = chunks.entering_states(places)
+    first_GRKV = None
+    if part is not None:
+        assert gather is not None
+        message_1X, sizes = chunks.message_of_part(places, seq_idx_1T, part)
+        state_NVK = state_of_gathered(gather(message_1X), sizes, part)
+        state_NVK = state_NVK.masked_fill(~begins_inside(seq_idx_1T, part), 0)
+        first_GRKV = state_NVK.mT.unflatten(0, chunks.add_QGRKV.shape[1:3])
+    entering_QGRKV = chunks.entering_states(places, first_GRKV)
     written_QGRLV = chunks.own_QGRLV - chunks.read_QGRLK @ entering_QGRKV
     scores_QGRLL = (q_QG1LK @ chunks.k_QG1LK.mT) * chunks.decay_QGRLL
     o_QGRLV = scores_QGRLL @ written_QGRLV
@@ -192,16 +208,40 @@ class Chunks(NamedTuple):
             add_QGRKV=at_end_QGRKL @ own_QGRLV,
         )
 
-    def entering_states(self, places: Places) -> Tensor:
+    def entering_states(self, places: Places, first_GRKV: Tensor | None = None) -> Tensor:
         """Compute the state that enters each chunk; zero for the first chunk of a document.
 
+        Args:
+            first_GRKV: state that enters the first chunk; None for zeros.
         Returns:
             ``(Q, G, R, K, V)``.
         """
         states: Tensor = _PassStates.apply(
-            self.keep_QGRKK.flatten(1, 2), self.add_QGRKV.flatten(1, 2), places.starts_Q
+            self.keep_QGRKK.flatten(1, 2),
+            self.add_QGRKV.flatten(1, 2),
+            places.starts_Q,
+            None if first_GRKV is None else first_GRKV.flatten(0, 1),
         )
         return states.view_as(self.add_QGRKV)
+
+    def message_of_part(
+        self, places: Places, seq_idx_1T: Tensor, part: PartOfPack
+    ) -> tuple[Tensor, StateSizes]:
+        """Return the message of a part, ``(1, N (V + K) K)``; see `passed_states`.
+
+        The states after the part are those that a state of zeros and one of ones on the diagonal become.
+        Empty chunks pass them on, so they leave the last chunk.
+        """
+        keep_QNKK, add_QNKV = self.keep_QGRKK.flatten(1, 2), self.add_QGRKV.flatten(1, 2)
+        heads, key_dim, value_dim = add_QNKV.shape[1:]
+        identity_KK = torch.eye(key_dim, dtype=keep_QNKK.dtype, device=keep_QNKK.device)
+        map_KK = identity_KK * begins_inside(seq_idx_1T, part)
+        first_NKX = pad(map_KK, (value_dim, 0)).expand(heads, -1, -1)
+        add_QNKX = pad(add_QNKV, (0, key_dim))
+        starts_Q = places.starts_Q & ~places.free_X[::CHUNK]
+        entering_QNKX = _PassStates.apply(keep_QNKK, add_QNKX, starts_Q, first_NKX)
+        leaving_NKX = keep_QNKK[-1] @ entering_QNKX[-1] + add_QNKX[-1]
+        return leaving_NKX.mT.reshape(1, -1), StateSizes(heads, key_dim, value_dim)
 
 
 def _running_sum(g_QGRL: Tensor) -> Tensor:
@@ -275,13 +315,23 @@ def _rows(x: Tensor, index: Tensor, free: Tensor | None) -> Tensor:
 class _PassStates(torch.autograd.Function):
     """State that enters each chunk, ``state = keep state + add`` of the chunk before.
 
+    The state that enters the first chunk is given, or zero.
+
     Forward goes through the chunks in order, backward in reverse order. The number of steps is the
     number of chunks in the tables, also if some are empty.
     """
 
     @staticmethod
-    def forward(ctx: Any, keep_QNKK: Tensor, add_QNKV: Tensor, starts_Q: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        keep_QNKK: Tensor,
+        add_QNKV: Tensor,
+        starts_Q: Tensor,
+        first_NKV: Tensor | None,
+    ) -> Tensor:
         entering_QNKV = torch.zeros_like(add_QNKV)
+        if first_NKV is not None:
+            entering_QNKV[0] = first_NKV
         starts = starts_Q.unbind()
         for i in range(1, len(starts)):
             previous_chunk = (add_QNKV[i - 1], keep_QNKK[i - 1], entering_QNKV[i - 1])
@@ -299,4 +349,7 @@ class _PassStates(torch.autograd.Function):
         for i in range(len(starts) - 1, 0, -1):
             next_chunk = (gradient_QNKV[i], keep_QNKK[i].mT, d_add_QNKV[i])
             torch.baddbmm(*next_chunk, out=d_add_QNKV[i - 1]).masked_fill_(starts[i], 0)
-        return d_add_QNKV @ entering_QNKV.mT, d_add_QNKV, None
+        d_first_NKV = None
+        if ctx.needs_input_grad[3]:
+            d_first_NKV = torch.baddbmm(gradient_QNKV[0], keep_QNKK[0].mT, d_add_QNKV[0])
+        return d_add_QNKV @ entering_QNKV.mT, d_add_QNKV, None, d_first_NKV

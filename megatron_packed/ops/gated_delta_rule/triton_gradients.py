@@ -55,11 +55,13 @@ def chunk_gradients(
     tables: DeltaRuleTables,
     *,
     out: tuple[Tensor, Tensor],
+    in_parts: bool = False,
 ) -> GateGradients:
     """Write the gradients of q and k to ``out``, and return those of the gates.
 
     Args:
         out: memory for the gradients of q and k, with stride 1 in the last dimension.
+        in_parts: a state enters the first chunk, and one leaves the last chunk.
     """
     tokens, heads, _ = v_TNV.shape
     gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=v_TNV.device)
@@ -72,6 +74,7 @@ def chunk_gradients(
         (*factors, states_SNVK, u_TNV, gates_3NT),
         tables,
         u_TNV.dtype,
+        in_parts,
     )
     _launch(
         _key_kernel,
@@ -80,6 +83,7 @@ def chunk_gradients(
         (*factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT),
         tables,
         u_TNV.dtype,
+        in_parts,
     )
     return GateGradients(*gates_3NT)
 
@@ -91,6 +95,7 @@ def _launch(
     contiguous: tuple[Tensor, ...],
     tables: DeltaRuleTables,
     dtype: torch.dtype,
+    in_parts: bool,
 ) -> None:
     """Launch a kernel over all chunks and key heads.
 
@@ -118,6 +123,7 @@ def _launch(
         CHUNK=CHUNK,
         STAGES=tiles.stages,
         PRECISION=tiles.precision,
+        IN_PARTS=in_parts,
         num_warps=tiles.warps,
     )
 
@@ -158,6 +164,7 @@ def _query_kernel(
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):
     """Compute dq of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
     dtype = u_ptr.dtype.element_ty
@@ -178,6 +185,8 @@ def _query_kernel(
         # The first chunk of a document starts from a state of zeros.
         first_chunk = tl.load(first_chunk_ptr + tl.load(document_ptr + chunk))
         state_values = tl.where(chunk > first_chunk, V, 0)
+        if IN_PARTS:
+            state_values = tl.where(chunk == 0, V, state_values)
         start = tl.load(start_ptr + chunk).to(tl.int64)
         real = token < (tl.load(end_ptr + chunk) - start).to(tl.int32)
         key_mask = mask_of(real, channel < K)
@@ -268,6 +277,7 @@ def _key_kernel(
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):
     """Compute dk of chunks i, i + programs, ... of key head g in program (g, i); see README.md."""
     dtype = u_ptr.dtype.element_ty
@@ -294,6 +304,12 @@ def _key_kernel(
         next_values = tl.where(position + 1 < tl.load(num_chunks_ptr + document), V, 0)
         start = tl.load(start_ptr + chunk).to(tl.int64)
         real = token < (tl.load(end_ptr + chunk) - start).to(tl.int32)
+        last_token = CHUNK - 1
+        if IN_PARTS:
+            state_values = tl.where(chunk == 0, V, state_values)
+            next_values = tl.where(chunk + 1 == chunks, V, next_values)
+            # The last chunk passes its state on, also if it is not whole.
+            last_token = (tl.load(end_ptr + chunk) - start).to(tl.int32) - 1
         key_mask = mask_of(real, channel < K)
         q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
         k_base = k_ptr + (start * k_stride + key_head * k_head_stride)
@@ -361,7 +377,7 @@ def _key_kernel(
             pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
             d_log_beta += tl.sum(pairs, axis=1) - d_read
             dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
-            total = load(gates_ptr + gate + CHUNK - 1, next_values > 0)
+            total = load(gates_ptr + gate + last_token, next_values > 0)
             dg += tl.sum(tl.where(below, d_rest[None, :], -d_read[None, :]), axis=1)
             dg += tl.sum(passed, axis=0) * tl.exp(total)
             tl.store(d_gates_ptr + gates + gate + token, dg, mask=real)

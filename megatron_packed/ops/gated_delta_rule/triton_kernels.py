@@ -15,6 +15,7 @@ any. Gradients of A_log and dt_bias are added to their ``main_grad`` if they hav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,16 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.config.environment_variables import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
+from megatron_packed.ops.gated_delta_rule.passed_states import begins_inside, state_from_parts
 from megatron_packed.ops.gated_delta_rule.precision import remark as remark
 from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
 from megatron_packed.ops.gated_delta_rule.triton_gradients import BackwardTensors, chunk_gradients
+from megatron_packed.ops.gated_delta_rule.triton_parts import (
+    message_back,
+    message_of_part,
+    sizes_of,
+)
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores, chunk_scores
 from megatron_packed.ops.gated_delta_rule.triton_states import (
     gradients_of_states,
@@ -35,6 +42,7 @@ from megatron_packed.ops.gated_delta_rule.triton_states import (
     states_and_writes,
 )
 from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.triton_mode import device_reasons, ptxas_version
 
 _LARGEST_KEY_DIM = 128
@@ -90,20 +98,30 @@ def run(
     allow_neg_eigval: bool,
     tables: DeltaRuleTables | None,
     deterministic: bool,
+    part: PartOfPack | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Run the op; see ``api.gated_delta_rule``. All results are deterministic in any case."""
+    """Run the op; see ``api.gated_delta_rule``. All results are deterministic in any case.
+
+    The kernels send the messages of a part themselves and ignore ``gather``.
+    """
     if tables is None:
         tables = build_tables(cu_seqlens, v_TNV.shape[0])
     inputs = (q_TGK, k_TGK, v_TNV, a_TN, b_TN)
     slots = tuple(gradient_slot(x) for x in inputs)
-    o_TNV: Tensor = _DeltaRule.apply(
-        *map(adjacent, inputs), A_log_N, dt_bias_N, cu_seqlens, tables, allow_neg_eigval, slots
-    )
+    inside_1 = None if part is None else begins_inside(seq_idx_1T, part)
+    constants = (cu_seqlens, inside_1, tables, allow_neg_eigval, slots, part)
+    o_TNV: Tensor = _DeltaRule.apply(*map(adjacent, inputs), A_log_N, dt_bias_N, *constants)
     return o_TNV
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Gated delta rule; backward recomputes the states."""
+    """Gated delta rule; backward recomputes the states.
+
+    For a part of a pack it also saves the state that enters the part, and the matrix of its message.
+    Forward sends the state that the part reaches from zeros, and backward the gradient of the state that
+    enters it in the same way.
+    """
 
     @staticmethod
     def forward(
@@ -116,36 +134,67 @@ class _DeltaRule(torch.autograd.Function):
         A_log_N: Tensor,
         dt_bias_N: Tensor,
         cu_seqlens: Tensor,
+        inside_1: Tensor | None,
         tables: DeltaRuleTables,
         allow_neg_eigval: bool,
         slots: tuple[GradientSlot | None, ...],
+        part: PartOfPack | None,
     ) -> Tensor:
         ctx.main_grads = main_grads_of(A_log_N, dt_bias_N)
         ctx.slots = slots
+        ctx.part = part
         A_log_N, dt_bias_N = A_log_N.contiguous(), dt_bias_N.contiguous()
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
         scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=allow_neg_eigval)
-        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *scores, *tables)
-        return outputs(q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables)
+        entering_NVK = map_NKK = message = None
+        if part is not None:
+            assert inside_1 is not None
+            sizes = sizes_of(k_TGK, v_TNV)
+            sent_1X = message_of_part(k_TGK, v_TNV, scores, cu_seqlens, tables, inside_1)
+            message = part.start(sent_1X)
+            map_NKK = sent_1X.view(sizes.heads, sizes.rows, -1)[:, sizes.value_dim :].contiguous()
+            # The first part has nothing to wait for.
+            received_kX = message.wait() if part.number > 0 else sent_1X[:0]
+            entering_NVK = state_from_parts(received_kX, sizes).masked_fill_(~inside_1, 0)
+        of_part = (inside_1, entering_NVK, map_NKK)
+        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *of_part, *scores, *tables)
+        o_TNV = outputs(q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, entering_NVK)
+        if message is not None:
+            message.wait()
+        return o_TNV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_TNV: Tensor) -> tuple[Tensor | None, ...]:
         q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, cu_seqlens = ctx.saved_tensors[:8]
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
-        scores = ChunkScores(*ctx.saved_tensors[8:11])
-        tables = DeltaRuleTables(*ctx.saved_tensors[11:])
-        do_TNV = adjacent(do_TNV)
+        inside_1, entering_NVK, map_NKK = ctx.saved_tensors[8:11]
+        scores = ChunkScores(*ctx.saved_tensors[11:14])
+        tables = DeltaRuleTables(*ctx.saved_tensors[14:])
+        do_TNV, part = adjacent(do_TNV), ctx.part
         dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN = map(
             gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
         )
-        states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, cu_seqlens, tables)
+        message = sent_1X = d_leaving_NVK = None
+        if part is not None:
+            of_part = (inside_1, map_NKK)
+            sent_1X = message_back(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, *of_part)
+            message = part.start(sent_1X, back=True)
+        # The states are computed while the message is on its way.
+        states_SNVK, u_TNV = states_and_writes(
+            k_TGK, v_TNV, scores, cu_seqlens, tables, entering_NVK
+        )
+        if message is not None and sent_1X is not None:
+            received_kX = message.wait() if part.number < part.parts - 1 else sent_1X[:0]
+            d_leaving_NVK = state_from_parts(received_kX, sizes_of(k_TGK, v_TNV), reverse=True)
         # Other kernels read the gradient of v, so it must be as exact as their tiles.
         exact_dv_TNV = dv_TNV
         if u_TNV.dtype != dv_TNV.dtype:
             exact_dv_TNV = torch.empty_like(u_TNV)
         d_states_SNVK = gradients_of_states(
-            q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, out=exact_dv_TNV
+            *(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables),
+            out=exact_dv_TNV,
+            d_leaving_NVK=d_leaving_NVK,
         )
         if exact_dv_TNV is not dv_TNV:
             dv_TNV.copy_(exact_dv_TNV)
@@ -158,9 +207,12 @@ class _DeltaRule(torch.autograd.Function):
             BackwardTensors(states_SNVK, d_states_SNVK, u_TNV, exact_dv_TNV),
             tables,
             out=(dq_TGK, dk_TGK),
+            in_parts=part is not None,
         )
         d_parameters = gate_gradients(
             d_gates, *gates, out=(da_TN, db_TN), main_grads=ctx.main_grads
         )
+        if message is not None:
+            message.wait()
         d_inputs = (dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN)
-        return (*d_inputs, *d_parameters, None, None, None, None)
+        return (*d_inputs, *d_parameters, *[None] * 6)

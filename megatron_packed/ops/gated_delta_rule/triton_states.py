@@ -7,6 +7,9 @@ product's left operand is a value in registers or a loaded tile, and its right o
 tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompile products with such an
 operand on Hopper.
 
+A document that is cut between parts of a pack (`passed_states`) starts from the state that enters the part,
+and its gradient from that of the state after the part. Without these tensors the compiled code has no such steps.
+
 The states are stored by position. A chunk that a state enters starts at least 64 tokens after each
 earlier such chunk. So ``start // 64`` is a different slot for each, and ``T / 64`` slots suffice for any
 number of documents.
@@ -39,11 +42,16 @@ def outputs(
     scores: ChunkScores,
     cu_seqlens: Tensor,
     tables: DeltaRuleTables,
+    entering_NVK: Tensor | None = None,
 ) -> Tensor:
-    """Return o of each token, ``(T, N, V)`` contiguous."""
+    """Return o of each token, ``(T, N, V)`` contiguous.
+
+    Args:
+        entering_NVK: transposed state of the first document before its first token; None for zeros.
+    """
     o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
-    strided, written = (q_TGK, k_TGK, v_TNV), (o_TNV, o_TNV)
-    _launch(_forward_kernel, "outputs", strided, scores, cu_seqlens, tables, written, OUTPUTS=True)
+    strided, others = (q_TGK, k_TGK, v_TNV), (o_TNV, o_TNV, entering_NVK)
+    _launch(_forward_kernel, "outputs", strided, scores, cu_seqlens, tables, others, OUTPUTS=True)
     return o_TNV
 
 
@@ -53,17 +61,20 @@ def states_and_writes(
     scores: ChunkScores,
     cu_seqlens: Tensor,
     tables: DeltaRuleTables,
+    entering_NVK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the state at the start of each chunk, and what each token adds along its key.
 
+    Args:
+        entering_NVK: as for `outputs`.
     Returns:
         ``(S, N, V, K)``, the transposed state at the start of the chunk of each slot; unwritten for
         slots without a chunk. ``(T, N, V)``, the vector u_t of ``S <- S + k_t u_t^T``.
     """
     states_SNVK = new_states(k_TGK, v_TNV, scores.matrices_2NTC.dtype)
     u_TNV = torch.empty(v_TNV.shape, dtype=states_SNVK.dtype, device=v_TNV.device)
-    strided, written = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK)
-    _launch(_forward_kernel, "states", strided, scores, cu_seqlens, tables, written, OUTPUTS=False)
+    strided, others = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK, entering_NVK)
+    _launch(_forward_kernel, "states", strided, scores, cu_seqlens, tables, others, OUTPUTS=False)
     return states_SNVK, u_TNV
 
 
@@ -76,24 +87,29 @@ def gradients_of_states(
     tables: DeltaRuleTables,
     *,
     out: Tensor,
+    d_leaving_NVK: Tensor | None = None,
 ) -> Tensor:
     """Write the gradient of v to ``out``, and return the gradients of the states.
 
     Args:
         out: ``(T, N, V)`` with stride 1 in the last dimension.
+        d_leaving_NVK: gradient of the transposed state of the last document after its last token; None
+            for zeros.
     Returns:
         ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
-        unwritten for slots without a chunk.
+        unwritten for slots without a chunk. With ``d_leaving_NVK`` there is one more slot, for the state
+        after the last token.
     """
-    d_states_SNVK = new_states(k_TGK, do_TNV, scores.matrices_2NTC.dtype)
-    strided, written = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK,)
-    _launch(_backward_kernel, "back", strided, scores, cu_seqlens, tables, written)
+    more = 0 if d_leaving_NVK is None else 1
+    d_states_SNVK = new_states(k_TGK, do_TNV, scores.matrices_2NTC.dtype, more=more)
+    strided, others = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK, d_leaving_NVK)
+    _launch(_backward_kernel, "back", strided, scores, cu_seqlens, tables, others)
     return d_states_SNVK
 
 
-def new_states(k_TGK: Tensor, v_TNV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory for the states of all slots."""
-    slots = triton.cdiv(v_TNV.shape[0], CHUNK)
+def new_states(k_TGK: Tensor, v_TNV: Tensor, dtype: torch.dtype, *, more: int = 0) -> Tensor:
+    """Return uninitialised memory for the states of all slots, and of ``more`` after them."""
+    slots = triton.cdiv(v_TNV.shape[0], CHUNK) + more
     shape = (slots, v_TNV.shape[1], v_TNV.shape[2], k_TGK.shape[2])
     return torch.empty(shape, dtype=dtype, device=v_TNV.device)
 
@@ -105,7 +121,7 @@ def _launch(
     scores: ChunkScores,
     cu_seqlens: Tensor,
     tables: DeltaRuleTables,
-    written: tuple[Tensor, ...],
+    others: tuple[Tensor | None, ...],
     **constants: bool,
 ) -> None:
     """Launch a kernel over all documents, value heads and blocks of value channels.
@@ -113,7 +129,7 @@ def _launch(
     Args:
         strided: (T, heads, channels) of q, k, a tensor of the value heads, and others; the kernel
             gets their strides, too.
-        written: contiguous results.
+        others: contiguous results, and states that are given.
     """
     (_, key_heads, key_dim), (tokens, heads, value_dim) = strided[1].shape, strided[2].shape
     tiles = tiles_of(name, strided[1].dtype, scores.matrices_2NTC.dtype, value_dim)
@@ -125,7 +141,7 @@ def _launch(
         cu_seqlens,
         tables.longest_first_D,
         tables.occupied_1,
-        *written,
+        *others,
         tokens,
         *(stride for x in strided for stride in x.stride()[:2]),
         K=key_dim,
@@ -159,6 +175,7 @@ def _forward_kernel(
     occupied_ptr,
     out_ptr,
     states_ptr,
+    entering_ptr,
     tokens,
     q_stride,
     q_head_stride,
@@ -179,7 +196,8 @@ def _forward_kernel(
 ):
     """Walk through documents i, i + programs, ... of the order in program (n * blocks + block, i).
 
-    With OUTPUTS the kernel stores o, else the states at the starts of chunks and u.
+    With OUTPUTS the kernel stores o, else the states at the starts of chunks and u. A state that enters
+    belongs to the document at the first token.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -200,6 +218,9 @@ def _forward_kernel(
         first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
         state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+        if entering_ptr is not None:
+            mask = mask_of(value < tl.where(first == 0, V, 0), channel < K)
+            state = load(entering_ptr + head * (V * K) + state_tile, mask)
         for chunk in tl.range((length + CHUNK - 1) // CHUNK, num_stages=STAGES):
             # Each tile has a scalar base and 32-bit offsets, which take few registers.
             start = first + chunk * CHUNK
@@ -218,7 +239,10 @@ def _forward_kernel(
             low = state.to(dtype)
             if not OUTPUTS:
                 slot = (start // CHUNK) * HEADS + head
-                mask = mask_of(value < tl.where(chunk > 0, V, 0), channel < K)
+                entered = chunk > 0
+                if entering_ptr is not None:
+                    entered = (chunk > 0) | (first == 0)
+                mask = mask_of(value < tl.where(entered, V, 0), channel < K)
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             factor = load(gates_ptr + 3 * gates + row + token, real)
@@ -252,6 +276,7 @@ def _backward_kernel(
     order_ptr,
     occupied_ptr,
     d_states_ptr,
+    d_leaving_ptr,
     tokens,
     q_stride,
     q_head_stride,
@@ -271,7 +296,10 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Walk backward through the documents of `_forward_kernel`, from the last chunk to the first."""
+    """Walk backward through the documents of `_forward_kernel`, from the last chunk to the first.
+
+    A gradient of the state that leaves belongs to the document at the last token.
+    """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
@@ -291,6 +319,10 @@ def _backward_kernel(
         first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
         d_state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+        if d_leaving_ptr is not None:
+            leaves = first + length == tokens
+            mask = mask_of(value < tl.where(leaves, V, 0), channel < K)
+            d_state = load(d_leaving_ptr + head * (V * K) + state_tile, mask)
         chunks = (length + CHUNK - 1) // CHUNK
         for done in tl.range(chunks, num_stages=STAGES):
             chunk = chunks - 1 - done
@@ -313,7 +345,13 @@ def _backward_kernel(
             # The gradient at the end of this chunk belongs to the start of the next chunk.
             low = d_state.to(dtype)
             slot = (start // CHUNK + 1) * HEADS + head
-            mask = mask_of(value < tl.where(done > 0, V, 0), channel < K)
+            passed = done > 0
+            if d_leaving_ptr is not None:
+                # The last chunk of a part passes its state on, also if it is not whole.
+                passed = passed | leaves
+                whole = tl.minimum(length - chunk * CHUNK, CHUNK)
+                total = tl.load(gates_ptr + row + whole - 1)
+            mask = mask_of(value < tl.where(passed, V, 0), channel < K)
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             du *= load(gates_ptr + 4 * gates + row + token, real)[None, :]

@@ -12,7 +12,7 @@ from megatron_packed.ops.on_meta import PROCESSORS, Memory, of_shape, workspace
 from megatron_packed.ops.ssd.api import LARGEST_STATE, inputs_of
 
 if TYPE_CHECKING:
-    from megatron_packed.ops.ssd.parts import PartOfPack
+    from megatron_packed.ops.parts_of_pack import PartOfPack
 
 PASSES_STATES = True
 """`run` accepts a part of a pack."""

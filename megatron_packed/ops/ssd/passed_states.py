@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, softplus
 
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.running_sum import running_sum
 from megatron_packed.ops.ssd.api import OP, checked_inputs, ssd
-from megatron_packed.ops.ssd.parts import PartOfPack
 
 
 def ssd_of_part(

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.kernel_operands import adjacent, main_grads_of
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.ssd.api import LARGEST_STATE, SSDInputs, inputs_of
 from megatron_packed.ops.ssd.chunk_sum import chunk_sum_backward
-from megatron_packed.ops.ssd.parts import PartOfPack
 from megatron_packed.ops.ssd.triton_gradients import ScanTensors, chunk_gradients
 from megatron_packed.ops.ssd.triton_outputs import input_gradients, outputs
 from megatron_packed.ops.ssd.triton_states import (

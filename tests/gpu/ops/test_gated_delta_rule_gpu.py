@@ -19,6 +19,7 @@ from support.delta_rule_cases import (
     repeated_keys,
     with_gradients,
 )
+from support.delta_rule_parts import results_in_parts
 from support.op_packs import (
     assert_repeats,
     assert_replays,
@@ -61,6 +62,43 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(lengths, strength):
     for name in RESULTS:
         found, of_plain = error(got[name], want[name]), error(plain[name], want[name])
         assert found < 2 * max(of_plain, 2**-9), (name, found, of_plain)
+
+
+KEPT = {"decay": 0.001, "beta": -3.0}
+"""Arguments of `inputs` with which a state lasts over several parts."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"), [([1200], 3), ([500, 33, 64, 500, 1, 102], 2), ([1, 2, 3, 10] * 30, 4)]
+)
+@pytest.mark.parametrize("doubled", [False, True])
+def test_parts_of_a_pack_err_at_most_twice_as_much_as_pytorch(lengths, parts, doubled):
+    options = {"allow_neg_eigval": doubled}
+    low = cast(inputs(sum(lengths), SIZES, device="cuda", **KEPT), torch.bfloat16)
+    exact = {name: value.double() for name, value in low.items()}
+    want = forward_backward(exact, lengths, backend="reference", **options)
+    got = results_in_parts(low, lengths, parts, backend="triton", **options)
+    plain = with_gradients(low_precision, low, lengths, doubled=doubled)
+    for name in RESULTS:
+        found, of_plain = error(got[name], want[name]), error(plain[name], want[name])
+        assert found < 2 * max(of_plain, 2**-9), (name, found, of_plain)
+
+
+def test_documents_in_parts_that_are_not_cut_have_the_bits_of_the_pack():
+    lengths = [300, 40, 64, 129, 5, 262]
+    low = cast(inputs(800, SIZES, device="cuda", **KEPT), torch.bfloat16)
+    whole, parts = triton_rule(low, lengths), results_in_parts(low, lengths, 2, backend="triton")
+    for name in LOCAL:
+        for rows in (slice(340), slice(404, None)):
+            assert torch.equal(whole[name][rows], parts[name][rows]), name
+    results = partial(results_in_parts, lengths=lengths, parts=2, backend="triton")
+    parameters = {name: low[name] for name in ALL if name not in PER_TOKEN}
+
+    def run(per_token):
+        found = results({**per_token, **parameters})
+        return {name: found[name] for name in LOCAL}
+
+    assert not leaks(run, {name: low[name] for name in PER_TOKEN}, lengths)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (1, 3, 96, 192), (2, 2, 40, 24)], ids=str)

@@ -111,8 +111,9 @@ def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
     found = plan(capsys, *zigzag, "--mamba-cp-comm-type", "state")
     rows, columns = 1048576 // 32, 16 * 64 + 2 * 128
     assert found["passed_states"] == {
-        "states": 31 * 4 * 16 * (64 * 128 + 1),
-        "halo": 31 * 3 * columns * 2,
+        "layers": {
+            "M": {"states": 31 * 4 * 16 * (64 * 128 + 1), "halo": 31 * 3 * columns * 2},
+        },
         # Two all-to-alls in each direction, each with 31 of 32 parts, of 4 heads and 1 key head.
         "reordering": 2 * 2 * rows * 31 * ((4 + 2) * 128 + 4 * 128) // 32,
     }
@@ -123,6 +124,24 @@ def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
     wide = ("--num-attention-heads", 256, "--num-query-groups", 256)
     assert plan(capsys, *shared, *wide)["passed_states"]["reordering"] == 0
     assert plan(capsys, *SMALL)["passed_states"] is None
+
+
+def test_passed_states_of_gated_delta_nets(capsys):
+    """An exchange of heads would have 4 ranks share the 2 key heads of a tensor-parallel rank."""
+    sizes = """--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 4 --seq-length 4096
+        --hybrid-layer-pattern G*-M --hidden-size 64 --num-attention-heads 8 --cp-comm-type p2p
+        --mamba-head-dim 8 --mamba-num-groups 8 --linear-num-key-heads 4 --linear-num-value-heads 8
+        --linear-key-head-dim 16 --linear-value-head-dim 32 --linear-conv-kernel-dim 3 --bf16 --sft
+        --vocab-size 1000 --ffn-hidden-size 128 --sequence-parallel"""
+    words = shlex.split(sizes)
+    assert "or give --linear-cp-mode chunkwise, which shares no heads" in refusal(capsys, *words)
+    found = plan(capsys, *words, "--linear-cp-mode", "chunkwise")["passed_states"]
+    # Each of 4 value heads has a state (16, 32) and a matrix (16, 16).
+    states = 3 * 4 * 4 * 16 * (32 + 16)
+    halo = 3 * 2 * (2 * 2 * 16 + 4 * 32) * 2
+    assert found["layers"] == {"G": {"states": states, "halo": halo}} and found["reordering"] > 0
+    both = plan(capsys, *words, "--linear-cp-mode", "chunkwise", "--mamba-cp-comm-type", "state")
+    assert list(both["passed_states"]["layers"]) == ["G", "M"]
 
 
 def test_parameters_of_nemotron_3_super(capsys):

@@ -122,7 +122,7 @@ CASES = {
         "every rank has all experts": "moe_token_dispatcher_type moe_comm_overlap_parts"
     },
     (
-        "--sequence-parallel --cp-comm-type a2a --cp-partition-mode zigzag "
+        "--sequence-parallel --cp-comm-type a2a --cp-partition-mode zigzag --linear-cp-mode chunkwise "
         "--mamba-cp-comm-type state --cp-comm-overlap-parts 2 "
         "--overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 9 "
         "--check-weight-hash-across-dp-replicas-interval 5 --check-grad-hash-across-dp-replicas-interval 5 "
@@ -132,6 +132,7 @@ CASES = {
         "--context-parallel-size is 1": (
             "cp_comm_type cp_partition_mode mamba_cp_comm_type cp_comm_overlap_parts"
         ),
+        "the pattern has no G layer": "linear_cp_mode",
         "no two ranks have the same weights": (
             "overlap_grad_reduce use_distributed_optimizer "
             "check_weight_hash_across_dp_replicas_interval "

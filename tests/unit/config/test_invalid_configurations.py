@@ -383,10 +383,13 @@ INVALID = {
     (
         "^16 --tensor-model-parallel-size 4 --context-parallel-size 4 --hybrid-layer-pattern G "
         "--linear-num-key-heads 8 --cp-comm-type p2p"
-    ): {"--context-parallel-size": "(2 of a tensor-parallel rank) choose from 1, 2"},
+    ): {
+        "--context-parallel-size": "(2 of a tensor-parallel rank) choose from 1, 2, or give "
+        "--linear-cp-mode chunkwise, which shares no heads"
+    },
     "--experimental-attention-variant dsa": "attention",
     "--linear-attention-freq 4": "--hybrid-layer-pattern",
-    "--linear-cp-mode chunkwise": "exchange the heads",
+    "^2 --context-parallel-size 2 --linear-cp-mode ring": "headwise",
     "^3 --context-parallel-size 2": "give 1 or 3",
     "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-": {
         "--context-parallel-size": "choose from 1, 2, 4"

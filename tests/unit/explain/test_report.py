@@ -201,6 +201,9 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     )
     passed = said("--mamba-cp-comm-type", "state")["context parallelism"].detail
     assert passed == f"{reason}; Mamba layers pass states"
+    delta = ("--hybrid-layer-pattern", "MG*E", "--linear-num-key-heads", "1", "--linear-cp-mode")
+    passed = said(*delta, "chunkwise")["context parallelism"].detail
+    assert passed == f"{reason}; gated delta net layers pass states"
     moved = said("--cp-comm-type", "p2p", "--mamba-cp-comm-type", "state")
     assert moved["context parallelism"].detail.endswith(
         "pass states, and all-to-alls reorder the rows of attention"

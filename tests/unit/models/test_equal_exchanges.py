@@ -51,6 +51,11 @@ def config_of(flags: str) -> RunConfig:
         (CP2, {"cp": 2}),
         (f"{CP2} {BOUNDED}", {"cp": 2, "ep": 2}),
         (f"{CP2} --cp-comm-type p2p --mamba-cp-comm-type state", {"cp": 2}),
+        (
+            f"{CP2} --cp-comm-type p2p --hybrid-layer-pattern *GE --linear-cp-mode chunkwise",
+            {"cp": 2},
+        ),
+        (f"{CP2} --hybrid-layer-pattern GE --linear-cp-mode chunkwise", {}),
         (f"{CP2} --cp-comm-type p2p --hybrid-layer-pattern *-*E", {}),
     ],
 )

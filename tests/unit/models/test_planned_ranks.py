@@ -23,6 +23,11 @@ LAYOUTS = {
         2,
         f"{CP} --cp-comm-type all_gather --mamba-cp-comm-type state",
     ),
+    "cp2 p2p, states of both kinds": (
+        "M*-G",
+        2,
+        f"{CP} --cp-comm-type p2p --mamba-cp-comm-type state --linear-cp-mode chunkwise",
+    ),
     "ep2 allgather": ("M*-E", 2, EP),
     "ep2 alltoall": ("M*-E", 2, f"{EP} --moe-token-dispatcher-type alltoall"),
     "ep2 alltoall, bounded": (

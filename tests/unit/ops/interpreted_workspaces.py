@@ -5,6 +5,7 @@ memory at their worst moments.
 """
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_packed.ops.backend_dispatch import planned
 from megatron_packed.ops.causal_conv1d.api import causal_conv1d
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from megatron_packed.ops.rope.api import apply_rope
 from megatron_packed.ops.router_logits.api import router_logits
 from megatron_packed.ops.ssd.api import ssd
@@ -78,12 +80,23 @@ def inputs_of(op: str, device: str) -> tuple[Any, ...]:
         return [*heads, per_head[0], *groups, *per_head[1:]], lambda *tensors: ssd(
             *tensors, seq_idx_1T, cu_seqlens, chunk_size=64, backend=backend
         )
-    assert op == "gated_delta_rule", op
+    assert op.startswith("gated_delta_rule"), op
     heads = [rows(2, 32, device=device), rows(2, 32, device=device), rows(4, 32, device=device)]
     gates = [rows(4, device=device), rows(4, device=device)]
+    part = one_of_three(device) if op.endswith("in parts") else None
     return [*heads, *gates, *per_head[:2]], lambda *tensors: gated_delta_rule(
-        *tensors, seq_idx_1T, cu_seqlens, backend=backend
+        *tensors, seq_idx_1T, cu_seqlens, backend=backend, part=part
     )
+
+
+def one_of_three(device: str) -> PartOfPack:
+    """Return a part that receives zeros from two others in both directions, the most of any part."""
+
+    def start(message_1X: Tensor, *, back: bool = False) -> Any:
+        rows_2X = message_1X.new_zeros(2, message_1X.shape[1])
+        return SimpleNamespace(wait=lambda: rows_2X)
+
+    return PartOfPack(1, 3, torch.zeros(1, dtype=torch.int32, device=device), start)
 
 
 backend = "triton"
@@ -97,6 +110,7 @@ OPS = (
     "router_logits",
     "ssd",
     "gated_delta_rule",
+    "gated_delta_rule in parts",
 )
 
 

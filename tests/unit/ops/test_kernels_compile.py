@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_packed.ops.ssd.parts import PartOfPack
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from support.compiled_products import overwritten_operands, transposed_in_registers
 from support.hopper_driver import Hopper
 
@@ -253,7 +253,7 @@ def test_products_of_experts_compile_and_fit(launches, experts, compiled, tmp_pa
     assert_stacks(compiled, dict.fromkeys(dict(compiled), 0), tmp_path)
 
 
-def delta_rule(*sizes, dtype, doubled=False):
+def delta_rule(*sizes, dtype, doubled=False, in_parts=False):
     tokens, key_heads, heads, key_dim, value_dim = sizes
     k_TGK = leaf(tokens, key_heads, key_dim, dtype=dtype)
     wide_TNV = leaf(tokens, heads, value_dim + 8, dtype=dtype)
@@ -261,11 +261,18 @@ def delta_rule(*sizes, dtype, doubled=False):
     per_head = (torch.zeros(heads, requires_grad=True),) * 2
     cu_seqlens = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
     op = import_module(OPS + "gated_delta_rule.triton_kernels")
+    seq_idx_1T, part = torch.zeros(1, tokens).int(), None
+    if in_parts:
+        numbers = heads * (value_dim + key_dim) * key_dim
+        gathered = SimpleNamespace(wait=lambda: torch.zeros(1, numbers))
+        part = PartOfPack(1, 3, torch.zeros(1).int(), lambda message_1X, back=False: gathered)
     o = op.run(
-        *(k_TGK, k_TGK, wide_TNV[..., :value_dim], gate_TN, gate_TN, *per_head, None, cu_seqlens),
+        *(k_TGK, k_TGK, wide_TNV[..., :value_dim], gate_TN, gate_TN, *per_head),
+        *(seq_idx_1T, cu_seqlens),
         allow_neg_eigval=doubled,
         tables=None,
         deterministic=True,
+        part=part,
     )
     backward(o)
 
@@ -293,6 +300,13 @@ DELTA_RULE_STACK = {
     "_query_kernel": 192,
     "_key_kernel": 640,
 }
+PARTS_STACK = {
+    **DELTA_RULE_STACK,
+    "_forward_kernel": 240,
+    "_backward_kernel": 152,
+    "_leaving_kernel": 0,
+    "_entering_kernel": 0,
+}
 """Most bytes of local memory per thread: values that do not fit in the 255 registers of a thread."""
 
 
@@ -308,6 +322,13 @@ def test_delta_rule_compiles_and_fits(dtype, head_dim, doubled, compiled, monkey
     assert_sound_products(compiled)
     if dtype == torch.bfloat16 and not doubled:
         assert_stacks(compiled, DELTA_RULE_STACK, tmp_path)
+
+
+def test_parts_of_the_delta_rule_compile_and_fit(compiled, tmp_path):
+    delta_rule(1024, 2, 4, 128, 128, dtype=torch.bfloat16, in_parts=True)
+    assert PARTS_STACK.keys() <= dict(compiled).keys()
+    assert_sound_products(compiled)
+    assert_stacks(compiled, PARTS_STACK, tmp_path)
 
 
 SCAN_STACK = {

@@ -286,6 +286,24 @@ def test_what_a_gated_delta_net_moves_and_its_states():
     assert most_of(Purpose.STATES, "G", layout) == [0, 2 * states * 2]
 
 
+def test_what_a_gated_delta_net_moves_with_passed_states():
+    """Two ranks have all four value heads of their rows, and two messages travel."""
+    layout, options = {"world_size": 2, "cp_size": 2}, {"linear_cp_mode": "chunkwise"}
+    halo = 3 * (2 * 2 * 8 + 4 * 6) * 2
+    moved = most_of(Purpose.COMMUNICATION, "G", layout, **options)
+    assert 0 < moved[0] <= 2 * halo and moved[1] == 0
+    # In fp32: a message has a state and a matrix, and both enter the part or are its own.
+    state, matrix = 4 * 8 * 6 * 4, 4 * 8 * 8 * 4
+    messages, saved = 2 * (state + matrix), state + matrix
+    states = (2048 // 64) * state // 2  # in bf16; in backward also their gradients
+    assert most_of(Purpose.STATES, "G", layout, **options) == [
+        messages + saved,
+        2 * states + state // 2 + messages + state + saved,
+    ]
+    [layer] = units_of(imagined("G", layout, **options), WORK)
+    assert layer.saved[Purpose.STATES] == saved
+
+
 def test_a_gated_delta_net_saves_two_matrices_per_chunk_and_value_head():
     """Two bf16 matrices and five fp32 vectors of four value heads, two vectors of two key heads."""
     [layer] = units_of(imagined("G"), WORK)
