@@ -107,8 +107,10 @@ def config_of(way: Way) -> RunConfig:
             sequence_parallel=way.tokens == "shared",
             context_parallel_size=way.cp,
             cp_comm_type="a2a" if way.comm == NONE else way.comm,
-            # The list has both beside each communication.
+            # The list has both values of these options beside each communication.
             cp_partition_mode="contiguous" if way.sums == "beside" else "zigzag",
+            mamba_cp_comm_type="state" if way.accumulate == 2 else "heads",
+            linear_cp_mode="chunkwise" if way.optimizer == "shared" else "headwise",
             expert_model_parallel_size=way.ep,
             expert_tensor_parallel_size=way.tp if way.matrices == "shared" else 1,
             use_distributed_optimizer=way.optimizer == "shared",
