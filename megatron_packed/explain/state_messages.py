@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_packed.config.kinds.gated_delta_net import SYMBOL as GATED_DELTA_NET
-from megatron_packed.config.kinds.mamba import SYMBOL as MAMBA
 from megatron_packed.config.run import RunConfig
 from megatron_packed.explain.op_requests import op_requests
 from megatron_packed.models.run_model import dtype_of
@@ -45,21 +43,31 @@ class StateMessages:
 def state_messages(config: RunConfig) -> StateMessages | None:
     """Return the messages of a run's layers; None if no layer passes states."""
     parallel = config.parallel
-    kinds = {kind.symbol for kind in config.model.kinds if kind.exchanges(parallel) == "states"}
+    kinds = [kind for kind in config.model.kinds if kind.exchanges(parallel) == "states"]
     if not kinds:
         return None
-    inputs = [request.inputs for request in op_requests(config, torch.device("cpu"))]
-    layers = {}
-    for each in inputs:
-        if isinstance(each, SSDInputs) and MAMBA in kinds:
-            layers[MAMBA] = _of_scan(config, each)
-        if isinstance(each, GatedDeltaRuleInputs) and GATED_DELTA_NET in kinds:
-            layers[GATED_DELTA_NET] = _of_delta_rule(config, each)
+    requests = op_requests(config, torch.device("cpu"))
+    layers = {
+        kind.symbol: _of_recurrence(config, request.inputs)
+        for kind in kinds
+        for request in requests
+        if request.op.name in kind.backends
+        and isinstance(request.inputs, SSDInputs | GatedDeltaRuleInputs)
+    }
     cp, element = parallel.context_parallel_size, dtype_of(config).itemsize
     rows = config.packing.tokens_per_pack // cp
-    attention = (each for each in inputs if isinstance(each, ContextParallelAttentionInputs))
-    columns = sum(_reordered_columns(each, cp) for each in list(attention)[:1])
+    inputs = [request.inputs for request in requests]
+    attention = [each for each in inputs if isinstance(each, ContextParallelAttentionInputs)]
+    columns = sum(_reordered_columns(each, cp) for each in attention[:1])
     return StateMessages(layers=layers, reordering=columns * (cp - 1) * rows * element)
+
+
+def _of_recurrence(
+    config: RunConfig, recurrence: SSDInputs | GatedDeltaRuleInputs
+) -> LayerMessages:
+    if isinstance(recurrence, SSDInputs):
+        return _of_scan(config, recurrence)
+    return _of_delta_rule(config, recurrence)
 
 
 def _of_scan(config: RunConfig, scan: SSDInputs) -> LayerMessages:

@@ -155,14 +155,14 @@ class ContextParallel:
         cls,
         groups: ParallelGroups | None,
         *,
-        state_options: Collection[str] | None = None,
+        options_of_kinds: Collection[str] | None = None,
         **communication: Unpack[Communication],
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``ALL_ROWS`` for one rank.
 
         Args:
             groups: process groups of this rank.
-            state_options: options of `Communication` with which layers of the model may pass states;
+            options_of_kinds: options of `Communication` with which layers of the model may pass states;
                 None for all. Other options of this sort have no effect.
             communication: options of the model's communication.
         Raises:
@@ -172,8 +172,8 @@ class ContextParallel:
         partition_mode = cp_partition_mode(communication.get("cp_partition_mode", ZIGZAG))
         mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
         linear_mode = linear_cp_mode(communication.get("linear_cp_mode", HEADWISE))
-        has_scans = state_options is None or "mamba_cp_comm_type" in state_options
-        has_delta_rules = state_options is None or "linear_cp_mode" in state_options
+        has_scans = options_of_kinds is None or "mamba_cp_comm_type" in options_of_kinds
+        has_delta_rules = options_of_kinds is None or "linear_cp_mode" in options_of_kinds
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
         return cls(

@@ -187,7 +187,11 @@ class HybridModel(nn.Module):
             mamba_cp_comm_type=mamba_cp_comm_type,
             linear_cp_mode=linear_cp_mode,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
-            state_options={kind.state_option for kind in kinds_of(config.layer_types)},
+            options_of_kinds={
+                mixer.kind.without_heads[0]
+                for mixer in kinds_of(config.layer_types)
+                if mixer.kind.without_heads
+            },
         )
         self.ep = ExpertParallel.from_groups(groups, self.tp)
         self.config = config

@@ -400,7 +400,7 @@ KIND = LayerKind(
     shared=(Shared("num_attention_heads"), Shared("num_query_groups", may_be_fewer=True)),
     exchanges=_exchanged,
     heads=("num_attention_heads", "num_query_groups"),
-    without_heads="--cp-comm-type p2p",
+    without_heads=("cp_comm_type", "p2p"),
     graph_modules=("attn",),
     recomputed={CORE_ATTENTION: (CORE_ATTENTION,)},
     inside_norm=("attn_norm", "qkv_linear"),

@@ -8,18 +8,18 @@ from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
-    Exchanged,
     LayerKind,
     LayerPart,
     Projection,
     Shared,
+    heads_or_states,
 )
 from megatron_packed.config.options import option
 from megatron_packed.config.section import KERNELS, Section
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 if TYPE_CHECKING:
-    from megatron_packed.config.sections.parallel import ParallelConfig
+    pass
 
 SYMBOL, GDN = "G", "gated delta net"
 GATED_DELTA_NET_LAYERS = layers(SYMBOL)
@@ -108,9 +108,8 @@ class GatedDeltaNetCommunication(Section, only_if=(GATED_DELTA_NET_LAYERS, CONTE
     )
 
 
-def _exchanged(parallel: ParallelConfig) -> Exchanged:
-    passes = parallel.context_parallel_size > 1 and parallel.linear_cp_mode == "chunkwise"
-    return "states" if passes else "heads"
+PASSES_STATES = ("linear_cp_mode", "chunkwise")
+"""Option of the parallel layout and its value with which ranks pass the states of these layers."""
 
 
 def _left_out(model: GatedDeltaNetOptions) -> dict[str, Any]:
@@ -132,9 +131,9 @@ KIND = LayerKind(
     carries_order=True,
     # The number of value heads is a multiple of this number.
     shared=(Shared("linear_num_key_heads"),),
-    exchanges=_exchanged,
+    exchanges=heads_or_states(*PASSES_STATES),
     heads=("linear_num_value_heads", "linear_num_key_heads"),
-    without_heads="--linear-cp-mode chunkwise",
+    without_heads=PASSES_STATES,
     graph_modules=("gdn",),
     mixer_module="gdn",
     inside_norm=("gdn_norm", "gdn_in_proj"),

@@ -29,6 +29,16 @@ RESERVED = ("|", "/", "D", "+")
 """Symbols that have another meaning in the pattern, here or in Megatron."""
 
 
+def heads_or_states(option: str, value: str) -> Callable[[ParallelConfig], Exchanged]:
+    """Return ``exchanges`` of a recurrent kind, whose ranks pass states if ``option`` is ``value``."""
+
+    def exchanged(parallel: ParallelConfig) -> Exchanged:
+        passes = parallel.context_parallel_size > 1 and getattr(parallel, option) == value
+        return "states" if passes else "heads"
+
+    return exchanged
+
+
 @dataclass(frozen=True)
 class Shared:
     """Option with a number of items, such as heads, that tensor-parallel ranks share.
@@ -130,7 +140,7 @@ class LayerKind:
         shared: numbers that tensor-parallel ranks share.
         exchanges: function of what context-parallel ranks exchange in a layout.
         heads: options with the numbers of exchanged heads, and of groups that heads share.
-        without_heads: flag with which ranks exchange no heads.
+        without_heads: option of the parallel layout and its value with which ranks exchange no heads.
         graph_modules: names in ``--cuda-graph-modules``, first that of the whole layer.
         mixer_module: name of the mixer in ``--recompute-modules``.
         recomputed: other names in ``--recompute-modules``, each of a part -> parts that then save
@@ -161,7 +171,7 @@ class LayerKind:
     shared: tuple[Shared, ...] = ()
     exchanges: Callable[[ParallelConfig], Exchanged] = lambda parallel: ""
     heads: tuple[str, ...] = ()
-    without_heads: str = ""
+    without_heads: tuple[str, str] | None = None
     graph_modules: tuple[str, ...] = ()
     mixer_module: str = ""
     recomputed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -9,11 +9,11 @@ from megatron_packed.config.errors import Problems
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
-    Exchanged,
     LayerKind,
     LayerPart,
     Projection,
     Shared,
+    heads_or_states,
 )
 from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import KERNELS, Section, Sound
@@ -21,7 +21,7 @@ from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
 
 if TYPE_CHECKING:
-    from megatron_packed.config.sections.parallel import ParallelConfig
+    pass
 
 SYMBOL, SSM = "M", "Mamba-2"
 MAMBA_LAYERS = layers(SYMBOL)
@@ -151,9 +151,8 @@ class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
     )
 
 
-def _exchanged(parallel: ParallelConfig) -> Exchanged:
-    passes = parallel.context_parallel_size > 1 and parallel.mamba_cp_comm_type == "state"
-    return "states" if passes else "heads"
+PASSES_STATES = ("mamba_cp_comm_type", "state")
+"""Option of the parallel layout and its value with which ranks pass the states of these layers."""
 
 
 def _left_out(model: MambaOptions) -> dict[str, Any]:
@@ -176,9 +175,9 @@ KIND = LayerKind(
         Shared("mamba_num_heads"),
         Shared("mamba_num_groups", may_be_fewer=True),
     ),
-    exchanges=_exchanged,
+    exchanges=heads_or_states(*PASSES_STATES),
     heads=("mamba_num_heads", "mamba_num_groups"),
-    without_heads="--mamba-cp-comm-type state",
+    without_heads=PASSES_STATES,
     graph_modules=("mamba",),
     mixer_module="mamba",
     inside_norm=("mamba_norm", "mamba_in_proj"),

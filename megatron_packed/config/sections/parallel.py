@@ -325,8 +325,9 @@ def _dense_rules(run: RunConfig, sound: Sound) -> Problems:
 def _instead_of_heads(cp: int, exchanged: list[_Shared]) -> str:
     """Return the flags with which ``cp`` ranks fit because they exchange no heads, as a cure."""
     kinds = dict.fromkeys(items.kind for items in exchanged if not items.fits(cp))
-    flags = [kind.without_heads for kind in kinds if kind is not None]
-    if not flags or not all(flags):
+    options = [kind.without_heads for kind in kinds if kind is not None]
+    flags = [f"--{x[0].replace('_', '-')} {x[1]}" for x in options if x is not None]
+    if not flags or len(flags) < len(options):
         return ""
     verb = "share" if len(flags) > 1 else "shares"
     return f", or give {' and '.join(flags)}, which {verb} no heads"

@@ -253,7 +253,6 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: GatedDeltaNet(config, build),
     layer=ProjectedLayer,
-    state_option="linear_cp_mode",
     state=RECURRENT_STATE,
     # As in Megatron, A is uniform in [1, 16] and dt_bias is 1.
     fills={**RECURRENT_FILLS, "mixer.dt_bias": ones},

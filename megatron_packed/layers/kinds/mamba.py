@@ -216,7 +216,6 @@ MIXER = MixerKind(
     kind=KIND,
     build=lambda config, build, place: MambaMixer(config, build),
     layer=ProjectedLayer,
-    state_option="mamba_cp_comm_type",
     state=RECURRENT_STATE,
     fills={
         **RECURRENT_FILLS,

@@ -131,10 +131,6 @@ class MixerKind:
     """Function that builds the mixer."""
     layer: type[HybridLayer] = HybridLayer
     """Class of the layer around the mixer."""
-    state_option: str = ""
-    """Option of `layers.context_parallel.Communication` with which the mixer passes states; empty if it
-    cannot.
-    """
     state: Callable[[Any], MixerState]
     """Function that creates the mixer's state for generation, with `lazy_function`: only generation
     imports states."""

@@ -178,16 +178,13 @@ class _Planned(NamedTuple):
     imagined: Imagined
 
 
-_STATES = {"M": ("mamba_cp_comm_type", "state"), "G": ("linear_cp_mode", "chunkwise")}
-"""Symbol of a layer -> option and value with which ranks pass its states."""
-
-
 def _options_of_states(config: RunConfig) -> Options:
     """Return the options with which all layers that can pass states do so, except those given."""
+    recurrent = [kind.without_heads for kind in config.model.kinds if not kind.attends]
     return {
         name: value
-        for symbol, (name, value) in _STATES.items()
-        if symbol in config.model.hybrid_layer_pattern and not config.is_given(f"parallel.{name}")
+        for name, value in filter(None, recurrent)
+        if not config.is_given(f"parallel.{name}")
     }
 
 

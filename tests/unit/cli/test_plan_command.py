@@ -141,7 +141,7 @@ def test_passed_states_of_gated_delta_nets(capsys):
     halo = 3 * 2 * (2 * 2 * 16 + 4 * 32) * 2
     assert found["layers"] == {"G": {"states": states, "halo": halo}} and found["reordering"] > 0
     both = plan(capsys, *words, "--linear-cp-mode", "chunkwise", "--mamba-cp-comm-type", "state")
-    assert list(both["passed_states"]["layers"]) == ["G", "M"]
+    assert list(both["passed_states"]["layers"]) == ["M", "G"]
 
 
 def test_parameters_of_nemotron_3_super(capsys):
