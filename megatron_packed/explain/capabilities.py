@@ -269,7 +269,6 @@ def _attention_of_graphs(
     config: RunConfig, device: torch.device, capacity: int
 ) -> Iterator[Capability]:
     """Yield a line if the attention kernel is slower for a larger graph capacity."""
-    # Context-parallel attention has a single kernel for GPUs.
     chosen = ""
     for op, backend, inputs in op_requests(config, device):
         if op is varlen_attention.OP and not chosen:
@@ -277,7 +276,9 @@ def _attention_of_graphs(
                 chosen = op.select(inputs, backend).name
     if capacity >= FLEX_OVERTAKES.get(chosen, capacity + 1):
         why = f"{chosen} takes time for all {capacity} documents of the capacity, even for a pack with fewer"
-        cure = "install flash-attn 4, or use --attention-backend flex"
+        cure = "install flash-attn 4"
+        if not config.parallel.exchanges_keys:
+            cure += ", or use --attention-backend flex"
         yield Capability("  attention", PARTIAL, why, cure)
 
 

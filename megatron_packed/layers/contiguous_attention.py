@@ -1,17 +1,17 @@
 """Attention over contiguous rows of context-parallel ranks.
 
 Rank r has slots ``[r R, (r + 1) R)`` of a pack, R = T / c. Only the document of its first row can
-have tokens on earlier ranks. So a rank receives keys and values of earlier ranks, and its queries see
-the keys of their documents. A document that no border cuts is attended as on one rank, with the same
-bits. No document needs padding. The kernel is any that takes keys before a document's first query
-(`varlen_attention`).
+have tokens on earlier ranks. So a rank receives keys and values of other ranks, and its queries see
+those of their documents. No document needs padding. The kernel is any that takes keys before a
+document's first query (`varlen_attention`).
 
 ``all_gather`` brings the rows of all ranks in one collective. ``p2p`` passes rows from rank to rank,
 as far as the attention window reaches: without a window to all ranks. The ring is closed, so the
 first ranks also receive rows of the last ones, which no query sees.
 
-The last ranks of a long document see more keys than the first ones, up to twice the mean. A zigzag
-(`packed.cp_partition`) has equal work on all ranks, but pads documents.
+The last ranks of a long document see more keys than the first ones: twice the mean if the document
+fills the pack, and more beside short documents. A zigzag (`packed.cp_partition`) has equal work on all
+ranks, but pads documents.
 
 Shapes: T token slots of the pack, c ranks, R = T / c rows of a rank, D documents. K key/value heads,
 H head dimension. S rows of keys on a rank: all T, or with ``p2p`` those of some ranks, its own last.

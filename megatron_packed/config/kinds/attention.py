@@ -362,20 +362,24 @@ def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     if not sound(*(f"parallel.{name}" for name in options)) or not parallel.exchanges_keys:
         return
     fitting = ZIGZAG_BACKENDS if parallel.uses_zigzag else CONTIGUOUS_BACKENDS
+    mode = f"--cp-partition-mode {parallel.cp_partition_mode}"
+    fitting_words = f"{', '.join(('auto', *fitting[:-1]))} or {fitting[-1]}"
     if training.attention_backend not in ("auto", *fitting):
-        of_mode = "" if parallel.uses_zigzag else " --cp-partition-mode contiguous"
+        other = "--cp-comm-type a2a"
+        if training.attention_backend in ZIGZAG_BACKENDS:
+            other = "--cp-partition-mode zigzag"
         yield training.problem(
             "attention_backend",
-            f"does not exchange keys and values, which --cp-comm-type {parallel.cp_comm_type}"
-            f"{of_mode} requires",
-            f"give auto or {' or '.join(fitting)}, or --cp-comm-type a2a",
+            "does not attend to keys of other ranks, as --cp-comm-type "
+            f"{parallel.cp_comm_type} {mode} requires",
+            f"give {fitting_words}, or {other}",
         )
     elif uses_transformer_engine and not parallel.uses_zigzag:
         yield parallel.problem(
             "cp_partition_mode",
             "needs keys before a document's first query, which TransformerEngine's attention of "
             "--transformer-impl transformer_engine is not built for",
-            "name an --attention-backend, or give zigzag",
+            f"add --attention-backend {' or '.join(CONTIGUOUS_BACKENDS)}, or give zigzag",
         )
 
 

@@ -199,10 +199,14 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         return self.exchanges_keys and self.cp_partition_mode == "zigzag"
 
     @property
+    def has_keys_in_order(self) -> bool:
+        """Return whether attention exchanges keys and values of contiguous rows."""
+        return self.exchanges_keys and not self.uses_zigzag
+
+    @property
     def attention_exchange(self) -> str:
         """Words for the exchange of context-parallel attention."""
-        in_order = self.exchanges_keys and not self.uses_zigzag
-        return self.cp_comm_type + " of contiguous rows" * in_order
+        return self.cp_comm_type + " of contiguous rows" * self.has_keys_in_order
 
     @property
     def ranks_per_row(self) -> int:

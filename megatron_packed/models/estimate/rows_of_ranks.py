@@ -40,7 +40,8 @@ def slowest_rank(
 ) -> float:
     """Return the visible pairs of the slowest rank over the mean, if ranks have contiguous rows.
 
-    It is the mean of some packs, which documents fill in the given order.
+    Documents fill some packs in a random order, which is always the same. The result is the work of the
+    slowest ranks of these packs over the mean work.
 
     Args:
         lengths: tokens of the documents' pieces.
@@ -50,16 +51,22 @@ def slowest_rank(
     Example:
         A document that fills the pack of 4 ranks gives them 1, 3, 5 and 7 of 16 parts: 1.75.
     """
-    shares = []
+    random = np.random.default_rng(0)
+    enough = int((_PACKS_TO_COMPARE + 1) * tokens / lengths.mean()) + 1
+    if enough < lengths.size:
+        drawn = lengths[random.integers(0, lengths.size, enough)]
+    else:
+        drawn = random.permutation(lengths)
+    packs: list[NDArray[np.float64]] = []
     seen_T, filled = np.zeros(tokens), 0
-    for length in [*lengths.astype(np.int64), tokens]:
-        if filled + length > tokens:  # The last length stands for the next pack.
-            pairs_R = seen_T.reshape(ranks, -1).sum(axis=1)
-            shares.append(pairs_R.max() / pairs_R.mean())
-            if len(shares) == _PACKS_TO_COMPARE:
-                break
+    for length in drawn.astype(np.int64):
+        if filled + length > tokens:
+            packs.append(seen_T)
             seen_T, filled = np.zeros(tokens), 0
         seen = np.arange(length) + 0.5
         seen_T[filled : filled + length] = seen if window is None else np.minimum(seen, window)
         filled += length
-    return float(np.mean(shares))
+    # The last pack may not be full, so it counts only if it is the only one.
+    pairs = np.stack(packs[:_PACKS_TO_COMPARE] or [seen_T]).reshape(-1, ranks, tokens // ranks)
+    pairs_PR = pairs.sum(axis=2)
+    return float(pairs_PR.max(axis=1).sum() / pairs_PR.mean(axis=1).sum())

@@ -198,7 +198,7 @@ class KernelTimes:
         rows = call.shape[0]
         pairs = visible_pairs(self._lengths, inputs.window_size) * rows / float(self._lengths.sum())
         parallel = self._config.parallel
-        if parallel.exchanges_keys and not parallel.uses_zigzag:
+        if parallel.has_keys_in_order:
             tokens, ranks = self._config.packing.tokens_per_pack, parallel.context_parallel_size
             pairs *= slowest_rank(self._lengths, tokens, ranks, inputs.window_size)
         channels = inputs.num_heads * inputs.head_dim

@@ -55,7 +55,7 @@ def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Ten
         v_SKH,
         cu_seqlens_q=call.cu_seqlens,
         cu_seqlens_k=call.cu_seqlens_k,
-        max_seqlen_q=call.max_seqlen,
+        max_seqlen_q=min(call.max_seqlen, q_TNH.shape[0]),
         max_seqlen_k=call.max_seqlen,
         softmax_scale=call.softmax_scale,
         causal=True,

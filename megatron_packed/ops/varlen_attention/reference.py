@@ -72,7 +72,10 @@ class _Documents(NamedTuple):
         # The last query of a document belongs to its last key.
         shift_D = (call.cu_seqlens_k - call.cu_seqlens)[1:]
         place_T = torch.arange(tokens, device=shift_D.device) + shift_D[of_query_T]
-        return cls(of_query_T, document_numbers(call.cu_seqlens_k, keys)[0], place_T)
+        of_key_S = document_numbers(call.cu_seqlens_k, keys)[0]
+        # Rows before the first document would have its number. Rows after the last have a new one.
+        before_S = torch.arange(keys, device=of_key_S.device) < call.cu_seqlens_k[0]
+        return cls(of_query_T, of_key_S.masked_fill(before_S, -1), place_T)
 
 
 _Range = tuple[int, int]

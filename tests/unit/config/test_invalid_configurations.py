@@ -89,16 +89,16 @@ INVALID = {
         "--attention-dropout": "is not supported"
     },
     "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash": (
-        "give auto or transformer_engine or reference, or --cp-comm-type a2a"
+        "give auto, transformer_engine or reference, or --cp-comm-type a2a"
     ),
     "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode contiguous --attention-backend flex": (
-        "give auto or flash_attn_4 or flash_attn_2 or reference, or --cp-comm-type a2a"
+        "give auto, flash_attn_4, flash_attn_2 or reference, or --cp-comm-type a2a"
     ),
     (
         "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode contiguous --bf16 "
         "--transformer-impl transformer_engine"
     ): {
-        "--cp-partition-mode": "name an --attention-backend, or give zigzag",
+        "--cp-partition-mode": "add --attention-backend flash_attn_4 or flash_attn_2",
         "--transformer-impl": "give local",
     },
     "--cp-partition-mode blocks": "zigzag",
