@@ -1,7 +1,7 @@
 """Triton kernels against their references on a CPU.
 
-Triton reads at import whether it interprets kernels. So the cases (interpreted_*.py) run together in
-a separate process.
+Triton reads at import whether it interprets kernels. So the cases (interpreted_*.py) run in separate
+processes, each with a third of the files.
 """
 
 import os
@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+PROCESSES = 3
+
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_equal_their_references_in_the_interpreter():
-    cases = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
+@pytest.mark.parametrize("first", range(PROCESSES))
+def test_kernels_equal_their_references_in_the_interpreter(first):
+    files = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
+    cases = files[first::PROCESSES]
     assert cases
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
