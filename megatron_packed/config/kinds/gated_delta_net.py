@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
@@ -17,9 +17,6 @@ from megatron_packed.config.kinds.layer_kind import (
 from megatron_packed.config.options import option
 from megatron_packed.config.section import KERNELS, Section
 from megatron_packed.config.sections.model_parts.stack import StackOptions
-
-if TYPE_CHECKING:
-    pass
 
 SYMBOL, GDN = "G", "gated delta net"
 GATED_DELTA_NET_LAYERS = layers(SYMBOL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
 from megatron_packed.config.errors import Problems
@@ -19,9 +19,6 @@ from megatron_packed.config.options import derived_option, option
 from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.divisors import divisors
 from megatron_packed.config.sections.model_parts.stack import StackOptions
-
-if TYPE_CHECKING:
-    pass
 
 SYMBOL, SSM = "M", "Mamba-2"
 MAMBA_LAYERS = layers(SYMBOL)
