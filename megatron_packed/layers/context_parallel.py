@@ -49,26 +49,14 @@ ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 HEADWISE, CHUNKWISE = "headwise", "chunkwise"
 
 
-def mamba_cp_comm_type(name: str) -> str:
-    """Return the communication type of Mamba layers.
+def _check(option: str, value: str, *choices: str) -> None:
+    """Check the value of an option.
 
     Raises:
-        ValueError: the communication type is unknown.
+        ValueError: the value is unknown.
     """
-    if name not in (HEADS, STATE):
-        raise ValueError(f"mamba_cp_comm_type is {name!r}; choose heads or state.")
-    return name
-
-
-def linear_cp_mode(name: str) -> str:
-    """Return the communication type of gated delta nets.
-
-    Raises:
-        ValueError: the communication type is unknown.
-    """
-    if name not in (HEADWISE, CHUNKWISE):
-        raise ValueError(f"linear_cp_mode is {name!r}; choose headwise or chunkwise.")
-    return name
+    if value not in choices:
+        raise ValueError(f"{option} is {value!r}; choose {' or '.join(choices)}.")
 
 
 def cp_comm_type(name: str) -> str:
@@ -82,17 +70,6 @@ def cp_comm_type(name: str) -> str:
         raise ValueError(
             f"cp_comm_type is {name!r}; choose a2a, all_gather (also spelt allgather) or p2p."
         )
-    return name
-
-
-def cp_partition_mode(name: str) -> str:
-    """Return the partition of rows for attention that exchanges keys and values.
-
-    Raises:
-        ValueError: the partition is unknown.
-    """
-    if name not in (ZIGZAG, CONTIGUOUS):
-        raise ValueError(f"cp_partition_mode is {name!r}; choose zigzag or contiguous.")
     return name
 
 
@@ -169,9 +146,12 @@ class ContextParallel:
             ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
-        partition_mode = cp_partition_mode(communication.get("cp_partition_mode", ZIGZAG))
-        mamba_comm_type = mamba_cp_comm_type(communication.get("mamba_cp_comm_type", HEADS))
-        linear_mode = linear_cp_mode(communication.get("linear_cp_mode", HEADWISE))
+        partition_mode = communication.get("cp_partition_mode", ZIGZAG)
+        mamba_comm_type = communication.get("mamba_cp_comm_type", HEADS)
+        linear_mode = communication.get("linear_cp_mode", HEADWISE)
+        _check("cp_partition_mode", partition_mode, ZIGZAG, CONTIGUOUS)
+        _check("mamba_cp_comm_type", mamba_comm_type, HEADS, STATE)
+        _check("linear_cp_mode", linear_mode, HEADWISE, CHUNKWISE)
         has_scans = options_of_kinds is None or "mamba_cp_comm_type" in options_of_kinds
         has_delta_rules = options_of_kinds is None or "linear_cp_mode" in options_of_kinds
         if groups is None or groups.cp.size == 1:

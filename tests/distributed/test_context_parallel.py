@@ -929,6 +929,19 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], message: 
         model_of(**options)
 
 
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("cp_partition_mode", "zigzag or contiguous"),
+        ("mamba_cp_comm_type", "heads or state"),
+        ("linear_cp_mode", "headwise or chunkwise"),
+    ],
+)
+def test_an_unknown_communication_is_refused(option: str, choices: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} is 'other'; choose {choices}"):
+        ContextParallel.from_groups(None, **{option: "other"})
+
+
 def test_keys_travel_between_any_number_of_ranks_whatever_the_heads() -> None:
     model_of("p2p", "*", cp_size=3)
     assert model_of("allgather", "*", cp_size=3).cp.comm_type == "all_gather"

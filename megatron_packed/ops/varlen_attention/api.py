@@ -406,8 +406,8 @@ def _check(
         raise ValueError(
             f"q, k and v need one dtype; got {q_TNH.dtype}, {k_SKH.dtype}, {v_SKH.dtype}."
         )
-    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
-    for name, offsets in given.items():
+    offsets_of = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    for name, offsets in offsets_of.items():
         if offsets is None or (
             offsets.dtype == torch.int32
             and offsets.shape == (cu_seqlens.numel(),)

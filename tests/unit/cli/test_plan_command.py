@@ -144,6 +144,18 @@ def test_passed_states_of_gated_delta_nets(capsys):
     assert list(both["passed_states"]["layers"]) == ["M", "G"]
 
 
+def test_partitions_of_a_pack_are_compared(capsys, tmp_path):
+    """Documents of 9 tokens are padded to 12 slots by a zigzag over two ranks."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("9\n" * 40)
+    words = [*SMALL, "--world-size", 2, "--context-parallel-size", 2, "--lengths", lengths]
+    found = plan(capsys, *words, "--cp-comm-type", "p2p")["step"]["rows_of_ranks"]
+    assert found["zigzag_padding"] == pytest.approx(3 / 9) and found["slowest_contiguous"] > 1
+    assert plan(capsys, *words, "--cp-comm-type", "a2a")["step"]["rows_of_ranks"] is None
+    assert main(["plan", *map(str, words), "--cp-comm-type", "p2p"]) == 0
+    assert "a zigzag pads these documents by 33.3 % of their tokens" in capsys.readouterr().out
+
+
 def test_parameters_of_nemotron_3_super(capsys):
     """The published sizes are 120.6 billion parameters, of which a token uses 12.7 billion."""
     pattern = "MEMEMEM*E" * 3 + "MEMEMEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
