@@ -64,7 +64,7 @@ def run(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, call: AttentionCall) -> Ten
         v_SKH,
         call.cu_seqlens,
         call.cu_seqlens_k,
-        min(call.max_seqlen, q_TNH.shape[0]),
+        max(min(call.max_seqlen, q_TNH.shape[0]), 2),  # with 1, it refuses empty documents
         call.max_seqlen,
         softmax_scale=call.softmax_scale,
         causal=True,
