@@ -86,13 +86,27 @@ MODELS = {
         "experts": 8,
         "expert_ffn": 4096,
     },
+    "hybrid1b_delta": {
+        **CONFIGS["hybrid1b"],
+        "pattern": "G-G-G*-G-G-G*-G-G-G*-G-",
+        "delta_heads": (16, 32),
+    },
 }
+IN_ALL_LAYOUTS = ("hybrid1b", "hybrid1b_moe")
+"""Models that were measured in all layouts of two and of four GPUs."""
 ONE = "one process"
 
-TP2, CP2, EP2 = (
-    {f"{axis}_size": 2}
-    for axis in ("tensor_model_parallel", "context_parallel", "expert_model_parallel")
+TP2, CP2, CP4, EP2 = (
+    {f"{axis}_size": size}
+    for axis, size in (
+        ("tensor_model_parallel", 2),
+        ("context_parallel", 2),
+        ("context_parallel", 4),
+        ("expert_model_parallel", 2),
+    )
 )
+HEADS = {"mamba_cp_comm_type": "heads"}
+STATE = {"mamba_cp_comm_type": "state"}
 SP = {"sequence_parallel": True, "tp_comm_overlap": False}
 TP_OVERLAP = {"tp_comm_overlap": True}
 COPIED = {"all_to_all_backend": "symmetric_memory"}
@@ -107,50 +121,55 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2": TP2,
         "tp2 sp": {**TP2, **SP},
         "tp2 sp overlap": {**TP2, **SP, **TP_OVERLAP},
-        "cp2 a2a": {**CP2, "cp_comm_type": "a2a"},
-        "cp2 all_gather": {**CP2, "cp_comm_type": "all_gather"},
-        "cp2 p2p": {**CP2, "cp_comm_type": "p2p"},
-        "cp2 a2a parts": {**CP2, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
-        "cp2 a2a copies": {**CP2, "cp_comm_type": "a2a", **COPIED},
+        "cp2 a2a": {**CP2, **HEADS, "cp_comm_type": "a2a"},
+        "cp2 all_gather": {**CP2, **HEADS, "cp_comm_type": "all_gather"},
+        "cp2 p2p": {**CP2, **HEADS, "cp_comm_type": "p2p"},
+        "cp2 a2a parts": {**CP2, **HEADS, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
+        "cp2 a2a copies": {**CP2, **HEADS, "cp_comm_type": "a2a", **COPIED},
         "cp2 a2a parts copies": {
             **CP2,
+            **HEADS,
             "cp_comm_type": "a2a",
             "cp_comm_overlap_parts": 4,
             **COPIED,
         },
-        "cp2 a2a zero overlap": {**CP2, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
+        "cp2 a2a zero overlap": {**CP2, **HEADS, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
         "cp2 a2a parts zero overlap": {
             **CP2,
+            **HEADS,
             "cp_comm_type": "a2a",
             "cp_comm_overlap_parts": 4,
             **ZERO,
             **GRADIENTS,
         },
-        "cp2 state": {**CP2, "mamba_cp_comm_type": "state"},
-        "cp2 state zero overlap": {**CP2, "mamba_cp_comm_type": "state", **ZERO, **GRADIENTS},
-        "cp2 contiguous": {**CP2, **IN_ORDER},
-        "cp2 contiguous state": {**CP2, **IN_ORDER, "mamba_cp_comm_type": "state"},
-        "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", "mamba_cp_comm_type": "state"},
+        "cp2 state": {**CP2, **STATE},
+        "cp2 state zero overlap": {**CP2, **STATE, **ZERO, **GRADIENTS},
+        "cp2 contiguous": {**CP2, **HEADS, **IN_ORDER},
+        "cp2 contiguous state": {**CP2, **IN_ORDER, **STATE},
+        "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", **STATE},
+        "cp2 headwise": {**CP2, "linear_cp_mode": "headwise"},
         "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},
+        "cp2 contiguous chunkwise": {**CP2, **IN_ORDER, "linear_cp_mode": "chunkwise"},
         "ep2 allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
         "ep2 alltoall": {**EP2, "moe_token_dispatcher_type": "alltoall"},
     },
     4: {
-        "tp2 sp cp2": {**TP2, **SP, **CP2, "cp_comm_type": "a2a"},
-        "cp2 dp2": {**CP2, "cp_comm_type": "a2a"},
+        "tp2 sp cp2": {**TP2, **SP, **CP2, **HEADS, "cp_comm_type": "a2a"},
+        "cp2 dp2": {**CP2, **HEADS, "cp_comm_type": "a2a"},
         "tp2 sp ep2": {**TP2, **SP, **EP2, "moe_token_dispatcher_type": "allgather"},
         "dp4 zero": ZERO,
         "tp4 sp": {"tensor_model_parallel_size": 4, **SP},
         "tp4 sp overlap": {"tensor_model_parallel_size": 4, **SP, **TP_OVERLAP},
-        "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
-        "cp4 a2a parts": {"context_parallel_size": 4, "cp_comm_overlap_parts": 2},
-        "cp4 state": {"context_parallel_size": 4, "mamba_cp_comm_type": "state"},
+        "cp4 a2a": {**CP4, **HEADS, "cp_comm_type": "a2a"},
+        "cp4 a2a parts": {**CP4, **HEADS, "cp_comm_overlap_parts": 2},
+        "cp4 state": {**CP4, **STATE},
         "cp4 contiguous state": {
-            "context_parallel_size": 4,
+            **CP4,
             **IN_ORDER,
-            "mamba_cp_comm_type": "state",
+            **STATE,
         },
-        "cp4 chunkwise": {"context_parallel_size": 4, "linear_cp_mode": "chunkwise"},
+        "cp4 headwise": {**CP4, "linear_cp_mode": "headwise"},
+        "cp4 chunkwise": {**CP4, "linear_cp_mode": "chunkwise"},
         "ep4 allgather": {
             "expert_model_parallel_size": 4,
             "moe_token_dispatcher_type": "allgather",
@@ -451,8 +470,13 @@ def problems_of(results: dict[str, Any]) -> list[str]:
 
 
 def suits(options: dict[str, Any], c: dict[str, Any]) -> bool:
-    """Return whether the model has the layers that the layout distributes (experts for EP)."""
-    return "experts" in c or "expert_model_parallel_size" not in options
+    """Return whether the model has the layers that the options of the layout are for."""
+    needed = {
+        "expert_model_parallel_size": "E",
+        "mamba_cp_comm_type": "M",
+        "linear_cp_mode": "G",
+    }
+    return all(kind in c["pattern"] for option, kind in needed.items() if option in options)
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:

@@ -48,7 +48,10 @@ RESULTS = (
     "metadata_sync",
     "packed_vs_padded",
     "train_real",
-    *(f"layouts_{world}_{name}" for world, name in product(layouts.LAYOUTS, layouts.MODELS)),
+    *(
+        f"layouts_{world}_{name}"
+        for world, name in product(layouts.LAYOUTS, layouts.IN_ALL_LAYOUTS)
+    ),
     "offload",
     "full_step",
     "recipe_gated_delta_1b",
@@ -60,7 +63,7 @@ RESULTS = (
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     ROWS := "layouts_4_hybrid1b_tp_rows",
-    *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.MODELS}),
+    *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.IN_ALL_LAYOUTS}),
 )
 """Result files that contain a measured peak, in the order of the table."""
 OF_DATA = ("train-data", "valid-data", "data-cache", "tokenizer", "log-jsonl", "eval", "sft")
@@ -196,7 +199,7 @@ def train_real() -> Iterator[tuple[str, float, float]]:
 
 def layouts_of_several() -> Iterator[tuple[str, float, float]]:
     """Yield eager steps of one, two and four processes, with the optimizer."""
-    for world, name in product(layouts.LAYOUTS, layouts.MODELS):
+    for world, name in product(layouts.LAYOUTS, layouts.IN_ALL_LAYOUTS):
         yield from layouts_of(f"layouts_{world}_{name}", world, name)
 
 

@@ -75,7 +75,8 @@ def packings(T: int, count: int) -> list[list[int]]:
 def model_config(c: dict) -> ModelConfig:
     """Return the configuration of megatron_packed's model.
 
-    If ``c`` has ``experts``, its E layers get that number of experts of size ``expert_ffn``.
+    If ``c`` has ``experts``, its E layers get that number of experts of size ``expert_ffn``. With
+    ``delta_heads``, its G layers get these numbers of key heads and value heads.
     """
     experts = (
         {
@@ -85,6 +86,17 @@ def model_config(c: dict) -> ModelConfig:
             "moe_aux_loss_coeff": 1e-2,
         }
         if "experts" in c
+        else {}
+    )
+    key_heads, value_heads = c.get("delta_heads", (None, None))
+    delta_rule = (
+        {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": value_heads,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        }
+        if key_heads
         else {}
     )
     return ModelConfig(
@@ -105,6 +117,7 @@ def model_config(c: dict) -> ModelConfig:
         mamba_num_groups=c["mamba_groups"],
         vocab_size=c["vocab"],
         **experts,
+        **delta_rule,
     )
 
 

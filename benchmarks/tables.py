@@ -246,7 +246,7 @@ TABLES = {
     **{
         f"layouts_{world}_{model}{suffix}": Table("layouts.py", f"layouts_{world}_{model}", rows)
         for world in layouts.LAYOUTS
-        for model in layouts.MODELS
+        for model in layouts.IN_ALL_LAYOUTS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
     },
     **{
@@ -257,7 +257,8 @@ TABLES = {
         for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
     },
     **{
-        f"layouts_cp_state{suffix}": Table("layouts.py", "layouts_2_hybrid1b_cp_state", rows)
+        f"layouts_cp_{name}{suffix}": Table("layouts.py", f"layouts_2_hybrid1b_cp_{name}", rows)
+        for name in ("state", "contiguous")
         for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
     },
     **{
@@ -266,12 +267,16 @@ TABLES = {
     },
     **{
         f"layouts_kinds_{model}{suffix}": Table("layouts.py", f"layouts_2_{model}_kinds", rows)
-        for model in layouts.MODELS
+        for model in layouts.IN_ALL_LAYOUTS
         for suffix, rows in (("", layouts.rows_of), ("_graphs", layouts.graph_rows_of))
     },
     "layouts_scaling": Table(
         "layouts.py",
-        tuple(f"layouts_{world}_{model}" for world in layouts.LAYOUTS for model in layouts.MODELS),
+        tuple(
+            f"layouts_{world}_{model}"
+            for world in layouts.LAYOUTS
+            for model in layouts.IN_ALL_LAYOUTS
+        ),
         layouts.scaling_rows_of,
     ),
     "capacity_cost": Table("capacity_cost.py", "capacity_cost", capacity_cost.rows_of),

@@ -14,6 +14,7 @@ from megatron_packed.cli.plan_time import assumption_about_exchanges, in_usual_u
 from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig, every_field
+from megatron_packed.config.section import value_when_not_given
 from megatron_packed.resume.stored_options import stored_options
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ class OtherOptions:
             value = options.get(field.name)
             if value is None or field.key in after.idle:
                 continue
-            if before is not None and before.config.value_of(field) == value:
+            if before is None or (field.option.derived and not before.config.is_given(field.key)):
+                # The value may follow from the other options of the layout.
+                unset = value_when_not_given(getattr(after.config, field.section), field)
+            else:
+                unset = before.config.value_of(field)
+            if value == unset:
                 continue
             words.append(field.flag_for(value))
             if not isinstance(value, bool):

@@ -161,7 +161,7 @@ class HybridModel(nn.Module):
         groups: ParallelGroups | None = None,
         cp_comm_type: str = "a2a",
         cp_partition_mode: str = "zigzag",
-        mamba_cp_comm_type: str = "heads",
+        mamba_cp_comm_type: str = "state",
         linear_cp_mode: str = "headwise",
         cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,

@@ -112,7 +112,12 @@ REPLAYED = {
         EP2,
     ],
     # These layers run a forward pass before their captures, in which the ranks wait for each other.
-    "transformer_engine": [Way(2, 2, True), Way(2, cp_size=2), EP2],
+    "transformer_engine": [
+        Way(2, 2, True),
+        Way(2, cp_size=2),
+        Way(2, cp_size=2, mamba="state", linear="chunkwise"),
+        EP2,
+    ],
 }
 """Layouts of each kind of graphs."""
 

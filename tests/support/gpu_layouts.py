@@ -92,6 +92,7 @@ MODEL = ModelConfig(
     moe_token_dispatcher_type="allgather",
 )
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 200_000}
+CP2_HEADS = {"context_parallel_size": 2, "mamba_cp_comm_type": "heads"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero": {"use_distributed_optimizer": True},
     "dp2 overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 200_000},
@@ -113,11 +114,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "expert_tensor_parallel_size": 1,
     },
-    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "cp2 all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
-    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp2 a2a": {**CP2_HEADS, "cp_comm_type": "a2a"},
+    "cp2 all_gather": {**CP2_HEADS, "cp_comm_type": "all_gather"},
+    "cp2 p2p": {**CP2_HEADS, "cp_comm_type": "p2p"},
     "cp2 contiguous": {
-        "context_parallel_size": 2,
+        **CP2_HEADS,
         "cp_comm_type": "all_gather",
         "cp_partition_mode": "contiguous",
     },
@@ -128,7 +129,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mamba_cp_comm_type": "state",
     },
     "cp2 state": {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
-    "cp2 chunkwise": {"context_parallel_size": 2, "linear_cp_mode": "chunkwise"},
+    "cp2 chunkwise": {**CP2_HEADS, "linear_cp_mode": "chunkwise"},
     "cp2 p2p state": {
         "context_parallel_size": 2,
         "cp_comm_type": "p2p",

@@ -141,10 +141,11 @@ class MambaCommunication(Section, only_if=(MAMBA_LAYERS, CONTEXT_PARALLEL)):
     """Option of the communication of context-parallel ranks."""
 
     mamba_cp_comm_type: str = option(
-        "heads",
-        "Communication of context-parallel Mamba layers. heads exchanges heads for tokens. state "
-        "passes the states of the scan from rank to rank, so the ranks need not divide the heads.",
+        "state",
+        "Communication of context-parallel Mamba layers. state passes the states of the scan from "
+        "rank to rank, so the ranks need not divide the heads. heads exchanges heads for tokens.",
         choices=("heads", "state"),
+        earlier=lambda stored: "heads",
     )
 
 

@@ -179,12 +179,14 @@ class _Planned(NamedTuple):
 
 
 def _options_of_states(config: RunConfig) -> Options:
-    """Return the options with which all layers that can pass states do so, except those given."""
+    """Return the options with which all layers pass states that do not by default, except those
+    given.
+    """
     recurrent = [kind.without_heads for kind in config.model.kinds if not kind.attends]
     return {
         name: value
         for name, value in filter(None, recurrent)
-        if not config.is_given(f"parallel.{name}")
+        if value != getattr(config.parallel, name) and not config.is_given(f"parallel.{name}")
     }
 
 

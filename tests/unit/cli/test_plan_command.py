@@ -49,8 +49,11 @@ def test_4096_ranks_in_ten_seconds():
     """The command takes at most ten seconds of processor time in a separate process, including
     imports. Wall time would depend on other tests.
     """
-    # This backend saves the states of chunks, which the default kernels compute again.
-    more = shlex.split("--ssd-backend mamba_ssm --world-size 4096 --json")
+    # This backend saves the states of chunks, which the default kernels compute again. With heads
+    # exchanged, as in Megatron-LM, the peak is in a Mamba layer.
+    more = shlex.split(
+        "--ssd-backend mamba_ssm --mamba-cp-comm-type heads --world-size 4096 --json"
+    )
     command = [sys.executable, "-m", "megatron_packed.cli.main", "plan", *SEED, *more]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -107,8 +110,9 @@ NEMOTRON_H_8B = shlex.split("""--sft --bf16 --sequence-parallel --use-distribute
 def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
     """An exchange of heads would have 32 ranks share the 16 heads of a tensor-parallel rank."""
     zigzag = [*NEMOTRON_H_8B, "--cp-comm-type", "p2p"]
-    assert "or give --mamba-cp-comm-type state, which shares no heads" in refusal(capsys, *zigzag)
-    found = plan(capsys, *zigzag, "--mamba-cp-comm-type", "state")
+    heads = (*zigzag, "--mamba-cp-comm-type", "heads")
+    assert "or give --mamba-cp-comm-type state, which shares no heads" in refusal(capsys, *heads)
+    found = plan(capsys, *zigzag)
     rows, columns = 1048576 // 32, 16 * 64 + 2 * 128
     assert found["passed_states"] == {
         "layers": {
@@ -118,9 +122,9 @@ def test_passed_states_of_nemotron_h_8b_over_32_ranks(capsys):
         "reordering": 2 * 2 * rows * 31 * ((4 + 2) * 128 + 4 * 128) // 32,
     }
     assert all(found["fits"].values())
-    gathered = [*NEMOTRON_H_8B, "--cp-comm-type", "all_gather", "--mamba-cp-comm-type", "state"]
+    gathered = [*NEMOTRON_H_8B, "--cp-comm-type", "all_gather"]
     assert plan(capsys, *gathered)["passed_states"] == found["passed_states"]
-    shared = [*NEMOTRON_H_8B, "--cp-comm-type", "a2a", "--mamba-cp-comm-type", "state"]
+    shared = [*NEMOTRON_H_8B, "--cp-comm-type", "a2a"]
     wide = ("--num-attention-heads", 256, "--num-query-groups", 256)
     assert plan(capsys, *shared, *wide)["passed_states"]["reordering"] == 0
     assert plan(capsys, *SMALL)["passed_states"] is None
@@ -135,12 +139,13 @@ def test_passed_states_of_gated_delta_nets(capsys):
         --vocab-size 1000 --ffn-hidden-size 128 --sequence-parallel"""
     words = shlex.split(sizes)
     assert "or give --linear-cp-mode chunkwise, which shares no heads" in refusal(capsys, *words)
-    found = plan(capsys, *words, "--linear-cp-mode", "chunkwise")["passed_states"]
+    alone = (*words, "--linear-cp-mode", "chunkwise", "--mamba-cp-comm-type", "heads")
+    found = plan(capsys, *alone)["passed_states"]
     # Each of 4 value heads has a state (16, 32) and a matrix (16, 16).
     states = 3 * 4 * 4 * 16 * (32 + 16)
     halo = 3 * 2 * (2 * 2 * 16 + 4 * 32) * 2
     assert found["layers"] == {"G": {"states": states, "halo": halo}} and found["reordering"] > 0
-    both = plan(capsys, *words, "--linear-cp-mode", "chunkwise", "--mamba-cp-comm-type", "state")
+    both = plan(capsys, *words, "--linear-cp-mode", "chunkwise")
     assert list(both["passed_states"]["layers"]) == ["M", "G"]
 
 

@@ -153,14 +153,15 @@ def test_a_search_recomputes_where_memory_ends(capsys):
 @pytest.mark.parametrize(
     ("pattern", "given", "passing"),
     [
-        ("M*-", [], {"mamba_cp_comm_type": "state"}),
+        ("M*-", [], {}),
+        ("M*-", ["--mamba-cp-comm-type", "heads"], {}),
         ("*G-", [], {"linear_cp_mode": "chunkwise"}),
-        ("MG*-", [], {"mamba_cp_comm_type": "state", "linear_cp_mode": "chunkwise"}),
-        ("MG*-", ["--linear-cp-mode", "headwise"], {"mamba_cp_comm_type": "state"}),
+        ("MG*-", [], {"linear_cp_mode": "chunkwise"}),
+        ("MG*-", ["--linear-cp-mode", "headwise"], {}),
         ("*-", [], {}),
     ],
 )
-def test_a_search_tries_exchanged_heads_and_passed_states(pattern, given, passing, tmp_path):
+def test_a_search_tries_passed_states_beside_exchanged_heads(pattern, given, passing, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     words = [*FLAGS, "--hybrid-layer-pattern", pattern, "--context-parallel-size", "2", *given]

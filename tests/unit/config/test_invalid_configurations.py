@@ -416,12 +416,11 @@ INVALID = {
     "^2 --context-parallel-size 2 --cp-comm-type a2a+p2p": "give a2a",
     (
         "^8 --context-parallel-size 8 --hybrid-layer-pattern M --mamba-num-heads 4 "
-        "--mamba-num-groups 4"
+        "--mamba-num-groups 4 --mamba-cp-comm-type heads"
     ): {"--context-parallel-size": "or give --mamba-cp-comm-type state, which shares no heads"},
-    (
-        "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern MG "
-        "--mamba-cp-comm-type state"
-    ): {"--context-parallel-size": "--linear-num-key-heads (16) choose from"},
+    ("^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern MG"): {
+        "--context-parallel-size": "--linear-num-key-heads (16) choose from"
+    },
     "--mamba-cp-comm-type p2p": "heads",
     "--transformer-impl inference_optimized": "give local or transformer_engine",
     "--cuda-graph-impl full_iteration --cuda-graph-modules attn": "captures whole steps",

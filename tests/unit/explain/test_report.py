@@ -194,21 +194,22 @@ def test_context_parallelism_says_how_and_where_documents_lie():
 
     assert rows()["context parallelism"].state == "off"
     reason = "the tokens of each pack are split over 2 ranks, by a2a"
-    assert said()["context parallelism"].detail == reason
-    ring = said("--cp-comm-type", "p2p")
+    heads = ("--mamba-cp-comm-type", "heads")
+    assert said(*heads)["context parallelism"].detail == reason
+    ring = said("--cp-comm-type", "p2p", *heads)
     assert ring["context parallelism"].detail.endswith(
         "by p2p; documents start at multiples of 4 tokens"
     )
-    passed = said("--mamba-cp-comm-type", "state")["context parallelism"].detail
+    passed = said()["context parallelism"].detail
     assert passed == f"{reason}; Mamba layers pass states"
     delta = ("--hybrid-layer-pattern", "MG*E", "--linear-num-key-heads", "1", "--linear-cp-mode")
-    passed = said(*delta, "chunkwise")["context parallelism"].detail
+    passed = said(*delta, "chunkwise", *heads)["context parallelism"].detail
     assert passed == f"{reason}; gated delta net layers pass states"
-    moved = said("--cp-comm-type", "p2p", "--mamba-cp-comm-type", "state")
+    moved = said("--cp-comm-type", "p2p")
     assert moved["context parallelism"].detail.endswith(
         "pass states, and all-to-alls reorder the rows of attention"
     )
-    parts = said("--cp-comm-overlap-parts", "2")["context parallelism"].detail
+    parts = said("--cp-comm-overlap-parts", "2", *heads)["context parallelism"].detail
     assert parts == f"{reason}; parts in which heads travel: 2 for each * layer, 1 for each M layer"
     assert "kernel context_parallel_attention" in ring and "kernel varlen_attention" not in ring
     words = [*FLAGS, "--context-parallel-size", "2", "--cp-comm-type", "p2p", "--attention-backend"]

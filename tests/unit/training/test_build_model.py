@@ -30,7 +30,7 @@ def test_samples_of_a_pack_are_those_of_the_packing(balancing, samples, shape):
 DEFAULTS = {
     "sequence_parallel": False,
     "cp_comm_type": "a2a",
-    "mamba_cp_comm_type": "heads",
+    "mamba_cp_comm_type": "state",
     "linear_cp_mode": "headwise",
     "cp_comm_overlap_parts": 1,
 }
@@ -42,7 +42,7 @@ DEFAULTS = {
         {},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"context_parallel_size": 2, "cp_comm_type": "p2p"},
-        {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
+        {"context_parallel_size": 2, "mamba_cp_comm_type": "heads"},
         {"context_parallel_size": 2, "linear_cp_mode": "chunkwise"},
         {"context_parallel_size": 2, "cp_comm_overlap_parts": 3},
     ],

@@ -224,7 +224,11 @@ def test_what_a_scan_moves_and_its_states():
     those of our kernels.
     """
     exchanged, chunks = 4096 * (2 * 8 + 2 * 16 + 2) * 2, 4096 // tiny_config("M").mamba_chunk_size
-    options = {"layout": {"world_size": 2, "cp_size": 2}, "backends": {"ssd": "mamba_ssm"}}
+    options = {
+        "layout": {"world_size": 2, "cp_size": 2},
+        "backends": {"ssd": "mamba_ssm"},
+        "mamba_cp_comm_type": "heads",
+    }
     y = 4096 * 2 * 8 * 2
     assert most_of(Purpose.COMMUNICATION, "M", **options) == [exchanged + y, exchanged]
     states = chunks * 2 * 8 * 16  # each in fp32 and in bf16, in backward also their gradients
