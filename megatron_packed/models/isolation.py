@@ -1,8 +1,10 @@
 """Self-test: do tokens read earlier tokens of their own document alone, with the kernels in use?
 
 A small model for each kind of layer uses the head and state sizes that decide which kernels run. It
-processes a pack twice: as it is, and with every token of one document changed. Everything that
-belongs to the other documents (outputs, losses, gradients of the inputs) must stay the same.
+processes a pack as it is, with every token of an early document changed, and with every token of
+the last document changed. Everything that belongs to the other documents (outputs, losses,
+gradients of the inputs) must stay the same. The last document is the longest one, with rows on the
+last context-parallel rank, so leaks to earlier ranks are seen, too.
 
 No token may read later tokens of its own document either. Without boundaries the pack is one
 document, so the outputs before the changed tokens must stay the same. Layers that do not use
@@ -48,8 +50,8 @@ VOCAB = 64
 BLOCK = 128
 """Pack sizes are multiples of this number, as kernels with block tables require."""
 OUTPUTS = "outputs"
-CHANGED = 1
-"""Number of the document whose tokens change."""
+CHANGED, LAST = 1, 3
+"""Numbers of the documents whose tokens change."""
 NOISE_FACTOR = 4
 """Allowed difference, as a multiple of the observed run-to-run difference."""
 CAUSAL_ULPS = 4
@@ -252,23 +254,24 @@ def _check_layer(
     # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
     # that chunk, and a long one. The remaining slots are the tail.
     lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
-    length = lengths[CHANGED]
 
-    def make_pack(first: int) -> MicroBatch:
+    def make_pack(first: int, number: int = CHANGED) -> MicroBatch:
         alignment = model.cp.attention_partition.alignment
-        return _make_pack(lengths, slots, alignment, first).to(device)
+        return _make_pack(lengths, slots, alignment, number, first).to(device)
 
-    unchanged, changed = make_pack(length), make_pack(0)
+    unchanged, changed, last_changed = make_pack(total), make_pack(0), make_pack(0, LAST)
     document_T = unchanged.packed.seq_idx[0]
-    others_T = document_T != CHANGED
-    baseline, again, after = (observe(model, pack) for pack in (unchanged, unchanged, changed))
+    others_T, before_last_T = document_T != CHANGED, document_T != LAST
+    baseline, again, after, after_last = (
+        observe(model, pack) for pack in (unchanged, unchanged, changed, last_changed)
+    )
     joined = None
     if symbol not in MIXERS or MIXERS[symbol].kind.mixes_tokens:
         joined = [observe(model, _without_boundaries(pack)) for pack in (unchanged, changed)]
     earlier = 0.0
     if symbol in MIXERS:  # A depth of multi-token prediction reads later tokens by design.
         if joined is None:
-            late = make_pack(length // 2)
+            late = make_pack(lengths[CHANGED] // 2)
             pair = (baseline, observe(model, late))
             earlier_T = ~others_T & (late.tokens == unchanged.tokens)
         else:
@@ -287,7 +290,10 @@ def _check_layer(
             IsolationResult(
                 symbol=symbol,
                 quantity=quantity,
-                difference=_moved(value, after[quantity], others_T),
+                difference=max(
+                    _moved(value, after[quantity], others_T),
+                    _moved(value, after_last[quantity], before_last_T),
+                ),
                 allowed=max(ulps * eps, NOISE_FACTOR * noise),
                 noise=noise,
                 leak=leak,
@@ -298,11 +304,13 @@ def _check_layer(
     return results
 
 
-def _make_pack(lengths: list[int], total: int, alignment: int, first: int) -> MicroBatch:
-    """Return a pack; in the document `CHANGED` the tokens from number ``first`` on are changed."""
+def _make_pack(
+    lengths: list[int], total: int, alignment: int, number: int, first: int
+) -> MicroBatch:
+    """Return a pack; in document ``number`` the tokens from number ``first`` on are changed."""
     rng = np.random.default_rng(0)
     documents = [(rng.integers(0, VOCAB, length), None) for length in lengths]
-    tokens = documents[CHANGED][0]
+    tokens = documents[number][0]
     tokens[first:] = (tokens[first:] + 1) % VOCAB
     return MicroBatch.build(documents, total, scales=(1.0, 1.0, 1.0), alignment=alignment)
 
