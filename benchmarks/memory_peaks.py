@@ -63,6 +63,7 @@ RESULTS = (
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     ROWS := "layouts_4_hybrid1b_tp_rows",
+    IN_ORDER := "layouts_2_hybrid1b_cp_contiguous",
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.IN_ALL_LAYOUTS}),
 )
 """Result files that contain a measured peak, in the order of the table."""
@@ -253,6 +254,12 @@ def with_rows() -> Iterator[tuple[str, float, float]]:
         yield f"{name}, joined products", *peak
 
 
+def in_order() -> Iterator[tuple[str, float, float]]:
+    """Yield the layouts with contiguous rows in attention, and those beside them."""
+    for name, *peak in layouts_of(IN_ORDER, 2, "hybrid1b", as_run=lambda config: config):
+        yield f"{name}, in the order of the pack", *peak
+
+
 def of_each_kind() -> Iterator[tuple[str, float, float]]:
     """Yield the layouts with one kind of parallelism that were measured with today's kernels."""
     for result, model in KINDS.items():
@@ -384,6 +391,7 @@ def peaks() -> list[Peak]:
         experts("expert_graphs", *SMALL_PACKS),
         of_each_kind(),
         with_rows(),
+        in_order(),
         real_models(),
     )
     with complete_machine():

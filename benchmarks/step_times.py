@@ -32,13 +32,13 @@ from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.step_time import StepTime, step_time
 from megatron_packed.models.trace import Imagined
 from megatron_packed.torch_private import compiler_not_imported
-from memory_peaks import CONVERSATIONS, KINDS, SMALL_PACKS, results
+from memory_peaks import CONVERSATIONS, IN_ORDER, KINDS, SMALL_PACKS, results
 from model_step import CONFIGS, packings
 from train_real import ROOT
 
 COMMAND_LINES = "command_line_runs"
 EXPERTS = ("expert_graphs", *SMALL_PACKS)
-RESULTS = (COMMAND_LINES, *KINDS, "full_step", "offload", *EXPERTS, *real_sizes.RESULTS)
+RESULTS = (COMMAND_LINES, *KINDS, IN_ORDER, "full_step", "offload", *EXPERTS, *real_sizes.RESULTS)
 """Result files with steps of today's kernels, in the order of the table."""
 TOLERANCE = 0.10
 """Largest relative error at which a computed time counts as right."""
@@ -92,10 +92,12 @@ def command_lines() -> Iterator[Step]:
 
 def of_each_layout() -> Iterator[Step]:
     """Yield replayed steps of one and two processes."""
-    for result, model in KINDS.items():
+    for result, model in {**KINDS, IN_ORDER: "hybrid1b"}.items():
         c = layouts.MODELS[model]
         for name, found in results(result)[model]["layouts"].items():
             alone = name == layouts.ONE
+            if alone and result == IN_ORDER:
+                continue  # the same steps are in another result
             options = {} if alone else layouts.LAYOUTS[2][name]
             measured = found["graphs"][FULL_ITERATION]["step_ms"][0]
             config = layouts.config_of(c, 4, options, _GPU)
