@@ -29,6 +29,7 @@ from megatron_packed.cli.plan_time import (
     time_lines,
     time_of_run,
 )
+from megatron_packed.config.kinds.attention import has_zigzag_kernel
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
@@ -329,6 +330,7 @@ def _lines(
         f"Lengths: {run.source}.",
     ]
     lines += _step_lines(run.work, world_size)
+    lines += _partition_lines(run.work, config)
     return lines
 
 
@@ -395,18 +397,21 @@ def _step_lines(work: StepWork, world_size: int) -> list[str]:
         f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
         f"{work.total / world_size:.4g} on each rank.",
         _six_n_t_sentence(work),
-        *_partition_lines(work),
     ]
 
 
-def _partition_lines(work: StepWork) -> list[str]:
+def _partition_lines(work: StepWork, config: RunConfig) -> list[str]:
     """Return the line that compares the partitions of a pack; empty if there is one partition."""
     rows = work.rows_of_ranks
     if rows is None:
         return []
+    choice = "GPUs have no kernel for a zigzag of these layers"
+    if has_zigzag_kernel(config.model):
+        choice = f"So {rows.cheaper} costs less"
     return [
         f"--cp-partition-mode: a zigzag pads these documents by {100 * rows.zigzag_padding:.1f} % of their tokens; "
-        f"with contiguous rows the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention."
+        f"with contiguous rows the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention, "
+        f"{100 * rows.contiguous_flops:.1f} % more FLOPs. {choice}."
     ]
 
 

@@ -21,6 +21,7 @@ from megatron_packed.config.sections.model_parts.window import layers_with_windo
 
 if TYPE_CHECKING:
     from megatron_packed.config.run import RunConfig
+    from megatron_packed.config.sections.model import ModelConfig
     from megatron_packed.config.sections.parallel import ParallelConfig
 
 SYMBOL, ATTN = "*", "attention"
@@ -336,6 +337,13 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
         value_aliases={"flash": "flash_attn_2", "fused": "transformer_engine", "unfused": "sdpa"},
         not_built={"local": "give reference, the plain PyTorch kernel"},
     )
+
+
+def has_zigzag_kernel(model: ModelConfig) -> bool:
+    """Return whether GPUs have a kernel for a zigzag of this model: TransformerEngine's attention."""
+    width = model.kv_channels
+    fits = width % 8 == 0 and width <= TRANSFORMER_ENGINE_HEAD_LIMIT
+    return fits and model.attention_windows == (None,)
 
 
 def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:

@@ -22,17 +22,36 @@ class RowsOfRanks:
     """Slots of padding over tokens of documents."""
     slowest_contiguous: float
     """Visible pairs of the slowest rank over the mean; see `slowest_rank`."""
+    contiguous_flops: float
+    """FLOPs of this rank in attention beyond the mean, over the FLOPs of a step on one rank."""
 
     @classmethod
     def for_documents(
-        cls, lengths: NDArray[np.int64], tokens: int, ranks: int, window: int | None
+        cls,
+        lengths: NDArray[np.int64],
+        tokens: int,
+        ranks: int,
+        window: int | None,
+        *,
+        attention: float,
     ) -> RowsOfRanks:
-        """Compare the partitions; the arguments are those of `slowest_rank`."""
-        chunks = 2 * ranks
+        """Compare the partitions.
+
+        Args:
+            attention: share of attention scores in the FLOPs of a step. For the other arguments see
+                `slowest_rank`.
+        """
+        slowest = slowest_rank(lengths.astype(np.float64), tokens, ranks, window)
         return cls(
-            zigzag_padding=float((-lengths % chunks).sum() / lengths.sum()),
-            slowest_contiguous=slowest_rank(lengths.astype(np.float64), tokens, ranks, window),
+            zigzag_padding=float((-lengths % (2 * ranks)).sum() / lengths.sum()),
+            slowest_contiguous=slowest,
+            contiguous_flops=(slowest - 1) * attention,
         )
+
+    @property
+    def cheaper(self) -> str:
+        """Return the partition of which a step needs fewer FLOPs on the slowest rank."""
+        return "contiguous" if self.contiguous_flops <= self.zigzag_padding else "zigzag"
 
 
 def slowest_rank(

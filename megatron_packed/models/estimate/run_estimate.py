@@ -364,17 +364,17 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         multiplied_parameters=counter.parameters.multiplied,
         multiplied_frozen=counter.parameters.multiplied_frozen,
         repeated=counter.repeated_work(tokens),
-        rows_of_ranks=_rows_of_ranks(config, pieces),
+        rows_of_ranks=_rows_of_ranks(config, pieces, flops.attention / flops.total),
     )
 
 
-def _rows_of_ranks(config: RunConfig, pieces: Lengths) -> RowsOfRanks | None:
+def _rows_of_ranks(config: RunConfig, pieces: Lengths, attention: float) -> RowsOfRanks | None:
     windows = config.model.attention_windows
     if not config.parallel.exchanges_keys or not windows:
         return None
     widest = None if None in windows else max(window or 0 for window in windows)
     tokens, ranks = config.packing.tokens_per_pack, config.parallel.context_parallel_size
-    return RowsOfRanks.for_documents(pieces, tokens, ranks, widest)
+    return RowsOfRanks.for_documents(pieces, tokens, ranks, widest, attention=attention)
 
 
 def documents_in_pack(config: RunConfig, work: StepWork) -> int:

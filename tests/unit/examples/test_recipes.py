@@ -76,7 +76,7 @@ def test_there_is_a_recipe_for_each_model_and_kind() -> None:
     assert len(models) == 10
     kinds = [(model, kind) for model in models - ONLY_ADAPTED for kind in ("pretrain", "sft")]
     kinds += [(model, kind) for model in ADAPTED for kind in ("lora", "lora_node")]
-    kinds += [("qwen3_5_9b", "lora_24gb"), ("nemotron_h_8b", "long")]
+    kinds += [("qwen3_5_9b", "lora_24gb"), ("qwen3_5_9b", "long"), ("nemotron_h_8b", "long")]
     names = {f"{model}.{kind}" for model, kind in kinds}
     assert {recipe.stem for recipe in RECIPES} - {recipe.stem for recipe in OF_80_GB} == names
     assert len(OF_80_GB) == 3

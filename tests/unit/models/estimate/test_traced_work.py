@@ -173,9 +173,13 @@ def test_the_order_of_documents_and_a_pack_that_is_not_full_change_little() -> N
 def test_each_partition_has_its_cost() -> None:
     """A document that fills the pack slows the last rank, and short ones are padded by a zigzag."""
     long, short = (
-        RowsOfRanks.for_documents(np.array(lengths), 64, 4, None) for lengths in ([64], [7, 9] * 4)
+        RowsOfRanks.for_documents(np.array(lengths), 64, 4, None, attention=0.2)
+        for lengths in ([64], [7, 9] * 4)
     )
-    assert long == RowsOfRanks(zigzag_padding=0.0, slowest_contiguous=1.75)
+    assert long == RowsOfRanks(
+        zigzag_padding=0.0, slowest_contiguous=1.75, contiguous_flops=pytest.approx(0.15)
+    )
+    assert (long.cheaper, short.cheaper) == ("zigzag", "contiguous")
     assert short.zigzag_padding == 8 / 16 and short.slowest_contiguous < 1.3
 
 
