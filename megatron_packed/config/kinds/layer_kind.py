@@ -209,6 +209,13 @@ class LayerKind:
         return f"{self.noun or self.name} layer"
 
     @property
+    def state_option(self) -> tuple[str, str] | None:
+        """Option of the parallel layout and its value with which ranks pass states; None if no value
+        of an option does that.
+        """
+        return None if self.attends else self.without_heads
+
+    @property
     def recompute_modules(self) -> dict[str, tuple[str, ...]]:
         """Names in ``--recompute-modules``, each with the parts inside."""
         mixer = tuple(part.name for part in self.parts if part.path != "norm")

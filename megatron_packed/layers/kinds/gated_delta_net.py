@@ -118,7 +118,7 @@ class GatedDeltaNet(RecurrentMixer):
             width=config.linear_conv_kernel_dim,
             bias=False,
             norm=norm,
-            passes_states=build.cp.passes_delta_rule_states,
+            passes_states=KIND.symbol in build.cp.state_passing,
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
 
@@ -129,7 +129,11 @@ class GatedDeltaNet(RecurrentMixer):
     def scan_part(
         self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
-        """Run the rule on this rank's part of the pack, with the state that enters it."""
+        """Run the rule on this rank's part of the pack, with the state that enters it.
+
+        Later parts get the state that leaves the part, and the matrix by which the part multiplies a
+        state (`ops.gated_delta_rule.passed_states`).
+        """
         boundaries = passing.seq_idx(packed), passing.cu_seqlens(packed)
         part = passing.part(packed)
         return self._delta_rule(inputs, packed, *boundaries, part=part, gather=passing.gather)
@@ -160,6 +164,11 @@ class GatedDeltaNet(RecurrentMixer):
             backend=self.backends.gated_delta_rule,
             **of_part,
         )
+
+    def numbers_of_states(self) -> int:
+        """Return the numbers of a state ``(K, V)`` and a matrix ``(K, K)`` of each value head."""
+        _, (_, key_dim), (heads, value_dim) = self.conv_shapes
+        return heads * key_dim * (value_dim + key_dim)
 
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the states ``(B, N, K, V)`` of the gated delta rule."""
@@ -213,7 +222,7 @@ def _chunks_of_part(packed: PackedSeqParams, *, rank: int, size: int) -> Documen
 
 def _tables(config: ModelConfig, build: Build) -> TableBuilder:
     """Return the builder of the chunks of all slots, or of this rank's part if it passes states."""
-    if not build.cp.passes_delta_rule_states:
+    if KIND.symbol not in build.cp.state_passing:
         return _chunks
     return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size)
 
