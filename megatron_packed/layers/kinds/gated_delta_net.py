@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.kinds.gated_delta_net import KIND
-from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.kinds.gated_delta_net import KIND, GatedDeltaNetOptions
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
@@ -92,7 +91,7 @@ class GatedDeltaNet(RecurrentMixer):
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: GatedDeltaNetOptions, build: Build) -> None:
         q = SplitSegment(
             noun="key heads of a gated delta net",
             count=config.linear_num_key_heads,
@@ -220,14 +219,14 @@ def _chunks_of_part(packed: PackedSeqParams, *, rank: int, size: int) -> Documen
     return DocumentChunks(build_tables(offsets, packed.total_tokens // size))
 
 
-def _tables(config: ModelConfig, build: Build) -> TableBuilder:
+def _tables(config: GatedDeltaNetOptions, build: Build) -> TableBuilder:
     """Return the builder of the chunks of all slots, or of this rank's part if it passes states."""
     if KIND.symbol not in build.cp.state_passing:
         return _chunks
     return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size)
 
 
-def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
+def _small_sizes(config: GatedDeltaNetOptions, ranks: RankCounts) -> dict[str, object]:
     heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
     keys = min(config.linear_num_key_heads, 2 * ranks.heads)
     return {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
@@ -245,7 +244,7 @@ def _slow_decay(model: nn.Module) -> None:
             parameter.fill_(math.log(SLOW_RATE))
 
 
-def _sections(config: ModelConfig) -> dict[str, int]:
+def _sections(config: GatedDeltaNetOptions) -> dict[str, int]:
     keys, values = config.linear_key_dim, config.linear_value_dim
     heads = config.linear_num_value_heads
     return {
