@@ -80,7 +80,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     The rows of ``in_proj.weight`` are ``[q | k | v | z | b | a]``, of widths GK, GK, NV, NV, N, N.
     The channels of ``conv1d`` are ``[q | k | v]``; it has no bias. Each rank has the N / G value
-    heads of each of its key heads. RankCounts never share a head.
+    heads of each of its key heads. Ranks never share a head.
 
     Args:
         config: sizes of the model.

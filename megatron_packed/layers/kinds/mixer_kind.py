@@ -45,9 +45,9 @@ class RankCounts(NamedTuple):
     """Numbers of ranks that share a small model."""
 
     heads: int = 1
-    """RankCounts, times parts in which heads are exchanged; each of them needs heads."""
+    """Ranks, times parts in which heads are exchanged; each of them needs heads."""
     experts: int = 1
-    """RankCounts of an expert-parallel group."""
+    """Ranks of an expert-parallel group."""
 
 
 def same_bits(quantity: str, device: torch.device, backends: Backends) -> int:
