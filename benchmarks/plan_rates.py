@@ -60,8 +60,10 @@ def results(name: str) -> Any:
     return json.loads((harness.RESULTS / f"{name}.json").read_text())["results"]
 
 
-def entry(value: Any, *sources: str) -> Entry:
-    return {"value": value, "results": list(sources)}
+def entry(value: Any, *sources: str, **kernels: str) -> Entry:
+    """Return a rate with its result files, and the kernel of each op that an option may choose."""
+    measured_with = {"kernels": kernels} if kernels else {}
+    return {"value": value, "results": list(sources), **measured_with}
 
 
 def rounded(value: float) -> float:
@@ -121,7 +123,7 @@ def attention_rates() -> dict[str, Entry]:
     flop, element, call = np.linalg.lstsq(terms / times[:, None], np.ones(len(times)))[0]
     sources = ("capacity_cost", "attention_head_256")
     return {
-        "attention_flops": entry(rounded(1 / flop), *sources),
+        "attention_flops": entry(rounded(1 / flop), *sources, varlen_attention="flash_attn_4"),
         "attention_element": entry(rounded(element), *sources),
         "attention_call": entry(rounded(call), *sources),
         "attention_forward": entry(rounded(median(kernel["forward_ms"]) / both), sources[1]),
@@ -150,9 +152,13 @@ def scan_rates() -> dict[str, Entry]:
     forward = median(kernel["forward_ms"])
     of_rule = [forward / entries, (forward + median(kernel["backward_ms"])) / entries]
     return {
-        "scan_element": entry(of_states, source),
+        "scan_element": entry(of_states, source, ssd="triton"),
         "scan_call": entry([rounded(call) for call in calls], source),
-        "delta_element": entry([rounded(each) for each in of_rule], "gated_delta_rule"),
+        "state_entry": entry(
+            {"gated_delta_rule": [rounded(each) for each in of_rule]},
+            "gated_delta_rule",
+            gated_delta_rule="triton",
+        ),
     }
 
 
@@ -168,7 +174,10 @@ def op_rates(copy_bytes: float) -> dict[str, Entry]:
         rates[op] = [rounded(forward / size), rounded((forward + backward) / size)]
     # A permutation reads and writes each row in each pass.
     rates["permute"] = [rounded(2 / copy_bytes), rounded(4 / copy_bytes)]
-    return {"op_byte": entry(rates, "elementwise"), "copy_bytes": entry(copy_bytes, "elementwise")}
+    return {
+        "op_byte": entry(rates, "elementwise", causal_conv1d="triton"),
+        "copy_bytes": entry(copy_bytes, "elementwise"),
+    }
 
 
 def edge_rates() -> dict[str, Entry]:
@@ -186,7 +195,7 @@ def edge_rates() -> dict[str, Entry]:
     update = of("FusedOptimizer") + of("NormTwoOps<float")
     return {
         "kernel": entry(rounded(kernel + gaps), "step_edge"),
-        "update_element": entry(rounded(update / parameters), "step_edge"),
+        "update_element": entry(rounded(update / parameters), "step_edge", adamw="torch"),
         "zero_element": entry(rounded(of("FillFunctor<float>") / parameters), "step_edge"),
     }
 

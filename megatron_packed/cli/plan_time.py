@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 MEMORY_GIB = {"H100": 79.0, "H200": 139.0}
 """GPU -> memory in GiB that a process can allocate."""
-_MEASURED_KERNELS = {
-    ("varlen_attention", "flash_attn_4"),
-    ("ssd", "triton"),
-    ("causal_conv1d", "triton"),
-    ("gated_delta_rule", "triton"),
-    ("adamw", "torch"),
-}
-"""Op and kernel that an option may request, because the rates are those of this kernel."""
 _UNITS = (
     ("days", 86400.0, 2 * 86400.0),
     ("hours", 3600.0, 2 * 3600.0),
@@ -101,7 +93,7 @@ def reason_without_rates(config: RunConfig, world_size: int, gpu: str) -> str:
             "and no exchange between hosts was measured."
         )
     for kernel in named_kernels(config):
-        if kernel[:2] not in _MEASURED_KERNELS:
+        if measured[gpu.upper()].kernels.get(kernel.op) != kernel.value:
             return (
                 "No time is given: rates were measured with the default kernels, and not with "
                 f"{kernel.option} {kernel.value}."

@@ -41,13 +41,17 @@ from megatron_packed.ops.backend_dispatch import NoBackendError, Op, Request
 from megatron_packed.ops.grouped_mlp import api as grouped_mlp
 from megatron_packed.ops.varlen_attention import api as varlen_attention
 
-LABELS = {
+_OF_MIXERS = {
     "varlen_attention": "attention",
     "context_parallel_attention": "attention",
     "rope": "rope",
     "causal_conv1d": "convolution",
     "ssd": "scan",
-    "gated_delta_rule": "gated delta rule",
+}
+"""Ops between the projections of mixers. Other ops that options of kinds choose keep their names."""
+LABELS = {
+    **_OF_MIXERS,
+    **{op: op.replace("_", " ") for op in KINDS.backends if op not in _OF_MIXERS},
     "gated_rms_norm": "gated norm",
     "rms_norm": "norm",
     "grouped_mlp": "grouped product",

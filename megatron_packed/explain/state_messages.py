@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron_packed.config.run import RunConfig
-from megatron_packed.explain.op_requests import op_requests
-from megatron_packed.models.run_model import dtype_of
-from megatron_packed.ops.context_parallel_attention.api import ContextParallelAttentionInputs
-from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
-from megatron_packed.ops.ssd.api import SSDInputs
+from megatron_packed.config.sections.parallel import fewest_processes
+from megatron_packed.explain.op_requests import UNKNOWN_VOCABULARY
+from megatron_packed.layers.attention import CoreAttention
+from megatron_packed.layers.recurrent_mixer import RecurrentMixer
+from megatron_packed.models.hybrid_model import HybridModel
+from megatron_packed.models.trace import Imagined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,63 +48,32 @@ def state_messages(config: RunConfig) -> StateMessages | None:
     kinds = [kind for kind in config.model.kinds if kind.exchanges(parallel) == "states"]
     if not kinds:
         return None
-    requests = op_requests(config, torch.device("cpu"))
-    layers = {
-        kind.symbol: _of_recurrence(config, request.inputs)
-        for kind in kinds
-        for request in requests
-        if request.op.name in kind.backends
-        and isinstance(request.inputs, SSDInputs | GatedDeltaRuleInputs)
-    }
-    cp, element = parallel.context_parallel_size, dtype_of(config).itemsize
-    rows = config.packing.tokens_per_pack // cp
-    inputs = [request.inputs for request in requests]
-    attention = [each for each in inputs if isinstance(each, ContextParallelAttentionInputs)]
-    columns = sum(_reordered_columns(each, cp) for each in attention[:1])
-    return StateMessages(layers=layers, reordering=columns * (cp - 1) * rows * element)
-
-
-def _of_recurrence(
-    config: RunConfig, recurrence: SSDInputs | GatedDeltaRuleInputs
-) -> LayerMessages:
-    if isinstance(recurrence, SSDInputs):
-        return _of_scan(config, recurrence)
-    return _of_delta_rule(config, recurrence)
-
-
-def _of_scan(config: RunConfig, scan: SSDInputs) -> LayerMessages:
-    inner = scan.heads * scan.head_dim
-    return _messages(
-        config,
-        numbers=inner * scan.state_dim + scan.heads,
-        channels=inner + 2 * scan.groups * scan.state_dim,
-        width=config.model.mamba_d_conv,
+    vocab_size = config.model.vocab_size or UNKNOWN_VOCABULARY
+    model = Imagined.from_config(config, fewest_processes(parallel), vocab_size).model
+    layers = dict(zip(config.model.layer_types, model.layers))
+    rows = config.packing.tokens_per_pack // model.cp.size
+    attention = [each for each in model.modules() if isinstance(each, CoreAttention)]
+    columns = _reordered_columns(attention[0]) if attention and model.cp.reorders_attention else 0
+    return StateMessages(
+        layers={kind.symbol: _messages(layers[kind.symbol].mixer, model, rows) for kind in kinds},
+        reordering=columns * (model.cp.size - 1) * rows * model.dtype.itemsize,
     )
 
 
-def _of_delta_rule(config: RunConfig, rule: GatedDeltaRuleInputs) -> LayerMessages:
-    """Return the messages of states (K, V) and matrices (K, K) of each value head."""
-    return _messages(
-        config,
-        numbers=rule.value_heads * (rule.value_dim + rule.key_dim) * rule.key_dim,
-        channels=2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim,
-        width=config.model.linear_conv_kernel_dim,
-    )
-
-
-def _messages(config: RunConfig, *, numbers: int, channels: int, width: int) -> LayerMessages:
-    """Return the messages of fp32 ``numbers``, and of the halo of a convolution of ``channels``."""
-    cp = config.parallel.context_parallel_size
-    rows = min(width - 1, config.packing.tokens_per_pack // cp)
+def _messages(mixer: nn.Module, model: HybridModel, rows: int) -> LayerMessages:
+    """Return the messages of fp32 states, and of the halo of a convolution over ``rows``."""
+    assert isinstance(mixer, RecurrentMixer), "only a recurrence passes states"
+    channels, width = mixer.conv1d.weight.shape
+    others = model.cp.size - 1
     return LayerMessages(
-        states=torch.float32.itemsize * numbers * (cp - 1),
-        halo=rows * channels * dtype_of(config).itemsize * (cp - 1),
+        states=torch.float32.itemsize * mixer.numbers_of_states() * others,
+        halo=min(width - 1, rows) * channels * model.dtype.itemsize * others,
     )
 
 
-def _reordered_columns(attention: ContextParallelAttentionInputs, cp: int) -> int:
+def _reordered_columns(attention: CoreAttention) -> int:
     """Return the columns of a layer's rows that a rank sends to one other rank."""
     queries = attention.num_heads * attention.head_dim
-    keys = attention.num_kv_heads * attention.head_dim
+    keys = attention.num_groups * attention.head_dim
     # Columns are padded to a multiple of c. Each move has two all-to-alls, which keep 1 / c.
-    return 2 * sum(-(-columns // cp) for columns in (queries + 2 * keys, queries))
+    return 2 * sum(-(-columns // attention.cp.size) for columns in (queries + 2 * keys, queries))

@@ -18,7 +18,7 @@ Letters: T tokens of the pack; each of c ranks holds T / c of them. C columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -28,6 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megatron_packed.config.exchanged_heads import number_of_parts
+from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
+from megatron_packed.config.section import section_fields
+from megatron_packed.config.sections.kind_options import KindCommunication
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
 from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
@@ -44,19 +47,17 @@ if TYPE_CHECKING:
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
-HEADS, STATE = "heads", "state"
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
-HEADWISE, CHUNKWISE = "headwise", "chunkwise"
 
 
-def _check(option: str, value: str, *choices: str) -> None:
+def _check(option: str, value: object, *choices: object) -> None:
     """Check the value of an option.
 
     Raises:
         ValueError: the value is unknown.
     """
     if value not in choices:
-        raise ValueError(f"{option} is {value!r}; choose {' or '.join(choices)}.")
+        raise ValueError(f"{option} is {value!r}; choose {' or '.join(map(str, choices))}.")
 
 
 def cp_comm_type(name: str) -> str:
@@ -107,16 +108,10 @@ class ContextParallel:
     """Rows of a rank in attention with ``all_gather`` and ``p2p``: ``zigzag`` or ``contiguous``."""
     overlap_parts: int = 1
     """Largest number of parts in which exchanged heads travel; see [Note: exchange in parts]."""
-    mamba_comm_type: str = HEADS
-    """Communication type of Mamba layers.
+    state_passing: frozenset[str] = frozenset()
+    """Symbols of the kinds whose layers pass states from rank to rank; see `layers.state_passing`.
 
-    ``heads`` is an all-to-all to the head-parallel layout and back. ``state`` passes the states of
-    the scan from rank to rank; see `state_passing`.
-    """
-    linear_mode: str = HEADWISE
-    """Communication type of gated delta nets.
-
-    ``headwise`` is what ``heads`` is for Mamba layers, and ``chunkwise`` is what ``state`` is.
+    Other recurrent layers use an all-to-all to the head-parallel layout and back.
     """
     exchange: EqualExchange | None = None
     """Exchange of heads and tokens among the ranks of the group; None for one rank."""
@@ -132,28 +127,24 @@ class ContextParallel:
         cls,
         groups: ParallelGroups | None,
         *,
-        options_of_kinds: Collection[str] | None = None,
+        kinds: Iterable[LayerKind] = KINDS.values(),
         **communication: Unpack[Communication],
     ) -> ContextParallel:
         """Return the context parallelism of this rank, or ``ALL_ROWS`` for one rank.
 
         Args:
             groups: process groups of this rank.
-            options_of_kinds: options of `Communication` with which layers of the model may pass states;
-                None for all. Other options of this sort have no effect.
+            kinds: kinds of layers of the model; options of other kinds have no effect.
             communication: options of the model's communication.
         Raises:
             ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         partition_mode = communication.get("cp_partition_mode", ZIGZAG)
-        mamba_comm_type = communication.get("mamba_cp_comm_type", HEADS)
-        linear_mode = communication.get("linear_cp_mode", HEADWISE)
         _check("cp_partition_mode", partition_mode, ZIGZAG, CONTIGUOUS)
-        _check("mamba_cp_comm_type", mamba_comm_type, HEADS, STATE)
-        _check("linear_cp_mode", linear_mode, HEADWISE, CHUNKWISE)
-        has_scans = options_of_kinds is None or "mamba_cp_comm_type" in options_of_kinds
-        has_delta_rules = options_of_kinds is None or "linear_cp_mode" in options_of_kinds
+        for field in section_fields(KindCommunication):
+            if field.name in communication:
+                _check(field.name, communication.get(field.name), *field.option.choices)
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
         return cls(
@@ -162,8 +153,11 @@ class ContextParallel:
             rank=groups.cp.rank,
             comm_type=comm_type,
             partition_mode=partition_mode,
-            mamba_comm_type=mamba_comm_type if has_scans else HEADS,
-            linear_mode=linear_mode if has_delta_rules else HEADWISE,
+            state_passing=frozenset(
+                kind.symbol
+                for kind in kinds
+                if kind.state_option and kind.state_option in communication.items()
+            ),
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
         )
 
@@ -177,27 +171,12 @@ class ContextParallel:
         return not self.exchanges_heads and self.partition_mode == ZIGZAG
 
     @property
-    def passes_scan_states(self) -> bool:
-        """Return whether Mamba layers pass states between the ranks."""
-        return self.size > 1 and self.mamba_comm_type == STATE
-
-    @property
-    def passes_delta_rule_states(self) -> bool:
-        """Return whether gated delta nets pass states between the ranks."""
-        return self.size > 1 and self.linear_mode == CHUNKWISE
-
-    @property
-    def passes_states(self) -> bool:
-        """Return whether layers of any kind pass states between the ranks."""
-        return self.passes_scan_states or self.passes_delta_rule_states
-
-    @property
     def partition(self) -> Partition:
         """Partition of the rows between layers.
 
         It is the partition of attention, unless layers pass states: they need contiguous rows.
         """
-        zigzag = self.uses_zigzag and not self.passes_states
+        zigzag = self.uses_zigzag and not self.state_passing
         return Partition(size=self.size, rank=self.rank, zigzag=zigzag)
 
     @property

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor, nn
 
+from megatron_packed.config.kinds.layer_kind import OptionsOfKind
 from megatron_packed.config.sections.model import ModelConfig
 
-Fill = Callable[[Tensor, Generator, ModelConfig], None]
+Fill = Callable[[Tensor, Generator, OptionsOfKind], None]
 """Function that fills a complete parameter in place."""
 
 A_RANGE = (1.0, 16.0)

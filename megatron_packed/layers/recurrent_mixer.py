@@ -268,6 +268,10 @@ class RecurrentMixer(nn.Module):
         """
         raise NotImplementedError
 
+    def numbers_of_states(self) -> int:
+        """Return how many fp32 numbers a part of the pack sends to a later one in `scan_part`."""
+        raise NotImplementedError
+
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the state ``(B, N, ...)`` of each document after its last token, for generation.
 

@@ -1,14 +1,13 @@
-"""Passing of the state of a Mamba layer or gated delta net between context-parallel ranks.
+"""Passing of the state of a recurrent layer between context-parallel ranks.
 
 [Note: passed states]
 Rank r runs the layer on part r of the pack, slots ``[r T / c, (r + 1) T / c)``, with all its heads.
 Two small messages connect the parts. The last W - 1 inputs of each part (the halo) go to the
 convolution of the next one. The state that leaves each part goes to all later parts, because a
-document may have tokens in several of them (`ops.ssd.passed_states`). A gated delta net also sends the
-matrix that its part applies to a state (`ops.gated_delta_rule.passed_states`). The sizes of all do not
-depend on T. So neither heads nor groups need to divide among the ranks. On two H200, a step of Mamba and
-attention layers in graphs takes 171.1 ms with passed states and 187.6 ms with exchanged heads
-(2026-11-29).
+document may have tokens in several of them. With it goes what the part does to a state that enters it
+(`RecurrentMixer.scan_part` of each kind). The sizes of all do not depend on T. So neither heads nor
+groups need to divide among the ranks. On two H200, a step of Mamba and attention layers in graphs
+takes 171.1 ms with passed states and 187.6 ms with exchanged heads (2026-11-29).
 
 The halo is all-gathered. Kernels that pass states themselves send their message only to the parts that
 need it: to later parts in forward, and to earlier ones in backward. The first rank does not wait in

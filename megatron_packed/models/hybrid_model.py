@@ -35,7 +35,6 @@ from megatron_packed.layers.build_layers import build_layers
 from megatron_packed.layers.context_parallel import ContextParallel
 from megatron_packed.layers.embedding import Embedding
 from megatron_packed.layers.hybrid_layer import HybridLayers, HybridMoELayer, build_norm
-from megatron_packed.layers.kinds.registry import kinds_of
 from megatron_packed.layers.moe.dispatcher import ExpertBuffer
 from megatron_packed.layers.moe.expert_room import ROWS_OF_LARGE_TILES, ExpertRoom, Load
 from megatron_packed.layers.moe.global_balance import GlobalBalance
@@ -187,11 +186,7 @@ class HybridModel(nn.Module):
             mamba_cp_comm_type=mamba_cp_comm_type,
             linear_cp_mode=linear_cp_mode,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
-            options_of_kinds={
-                mixer.kind.without_heads[0]
-                for mixer in kinds_of(config.layer_types)
-                if mixer.kind.without_heads
-            },
+            kinds=config.kinds,
         )
         self.ep = ExpertParallel.from_groups(groups, self.tp)
         self.config = config

@@ -958,9 +958,7 @@ def test_states_pass_between_any_number_of_ranks_whatever_the_heads() -> None:
             groups=groups,
             **options,
         )
-        passes = (model.cp.passes_scan_states, model.cp.passes_delta_rule_states)
-        assert passes == ("M" in kinds, "G" in kinds)
-        assert model.cp.passes_states == bool(kinds)
+        assert model.cp.state_passing == set(kinds)
 
 
 def test_packs_that_do_not_divide_and_logits_are_refused() -> None:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from megatron_packed.config.errors import Problems
     from megatron_packed.config.run import RunConfig
     from megatron_packed.config.section import Section, Sound
-    from megatron_packed.config.sections.model import ModelConfig
     from megatron_packed.config.sections.parallel import ParallelConfig
 
 Exchanged = Literal["heads", "states", "keys and values", ""]
 """Tensors that context-parallel ranks send to each other for a layer; empty for none."""
+OptionsOfKind = Any
+"""Options of a model, for a function of one kind: the class of the kind's own options."""
 INPUT, ACTIVATION, EVERYTHING = "input", "activation", "everything"
 LAYER_NORM = "layernorm"
 """Name in ``--recompute-modules`` of the norms of all layers."""
@@ -156,8 +157,8 @@ class LayerKind:
     place: int = 100
     noun: str = ""
     options: Mapping[str, type[Section]] = field(default_factory=dict)
-    rules: Callable[[ModelConfig, Sound], Problems] | None = None
-    left_out: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    rules: Callable[[OptionsOfKind, Sound], Problems] | None = None
+    left_out: Callable[[OptionsOfKind], dict[str, Any]] = lambda model: {}
     cross_rules: Callable[[RunConfig, Sound], Problems] | None = None
     required: tuple[str, ...] = ()
     refused_elsewhere: tuple[str, ...] = ()
@@ -207,6 +208,13 @@ class LayerKind:
     def layer(self) -> str:
         """Words for a layer of this kind, for example ``expert layer``."""
         return f"{self.noun or self.name} layer"
+
+    @property
+    def state_option(self) -> tuple[str, str] | None:
+        """Option of the parallel layout and its value with which ranks pass states; None if no value
+        of an option does that.
+        """
+        return None if self.attends else self.without_heads
 
     @property
     def recompute_modules(self) -> dict[str, tuple[str, ...]]:

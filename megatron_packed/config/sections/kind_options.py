@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING
 from megatron_packed.config.kinds.layer_kind import KINDS
 
 if TYPE_CHECKING:
-    # The bases for type checkers. Another kind is found without an entry here.
+    # The bases with options that modules of no kind read. Functions of a kind read the class of its
+    # own options, and need no entry here.
     from megatron_packed.config.kinds.attention import AttentionKernels, AttentionOptions
     from megatron_packed.config.kinds.experts import ExpertOptions
-    from megatron_packed.config.kinds.gated_delta_net import (
-        GatedDeltaNetCommunication,
-        GatedDeltaNetKernels,
-        GatedDeltaNetOptions,
-    )
-    from megatron_packed.config.kinds.mamba import MambaCommunication, MambaKernels, MambaOptions
+    from megatron_packed.config.kinds.mamba import MambaOptions
+    from megatron_packed.config.section import Section
 
-    class KindModelOptions(ExpertOptions, AttentionOptions, GatedDeltaNetOptions, MambaOptions): ...
+    class KindModelOptions(ExpertOptions, AttentionOptions, MambaOptions): ...
 
-    class KindKernels(AttentionKernels, GatedDeltaNetKernels, MambaKernels): ...
+    class KindKernels(AttentionKernels): ...
 
-    class KindCommunication(GatedDeltaNetCommunication, MambaCommunication): ...
+    class KindCommunication(Section): ...
 
 else:
     KindModelOptions, KindKernels, KindCommunication = map(

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_packed.config.kinds.gated_delta_net import KIND
-from megatron_packed.config.sections.model import ModelConfig
+from megatron_packed.config.kinds.gated_delta_net import KIND, GatedDeltaNetOptions
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
@@ -81,7 +80,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     The rows of ``in_proj.weight`` are ``[q | k | v | z | b | a]``, of widths GK, GK, NV, NV, N, N.
     The channels of ``conv1d`` are ``[q | k | v]``; it has no bias. Each rank has the N / G value
-    heads of each of its key heads. RankCounts never share a head.
+    heads of each of its key heads. Ranks never share a head.
 
     Args:
         config: sizes of the model.
@@ -92,7 +91,7 @@ class GatedDeltaNet(RecurrentMixer):
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: GatedDeltaNetOptions, build: Build) -> None:
         q = SplitSegment(
             noun="key heads of a gated delta net",
             count=config.linear_num_key_heads,
@@ -118,7 +117,7 @@ class GatedDeltaNet(RecurrentMixer):
             width=config.linear_conv_kernel_dim,
             bias=False,
             norm=norm,
-            passes_states=build.cp.passes_delta_rule_states,
+            passes_states=KIND.symbol in build.cp.state_passing,
         )
         self.allow_neg_eigval = config.linear_allow_neg_eigval
 
@@ -129,7 +128,11 @@ class GatedDeltaNet(RecurrentMixer):
     def scan_part(
         self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
-        """Run the rule on this rank's part of the pack, with the state that enters it."""
+        """Run the rule on this rank's part of the pack, with the state that enters it.
+
+        Later parts get the state that leaves the part, and the matrix by which the part multiplies a
+        state (`ops.gated_delta_rule.passed_states`).
+        """
         boundaries = passing.seq_idx(packed), passing.cu_seqlens(packed)
         part = passing.part(packed)
         return self._delta_rule(inputs, packed, *boundaries, part=part, gather=passing.gather)
@@ -160,6 +163,11 @@ class GatedDeltaNet(RecurrentMixer):
             backend=self.backends.gated_delta_rule,
             **of_part,
         )
+
+    def numbers_of_states(self) -> int:
+        """Return the numbers of a state ``(K, V)`` and a matrix ``(K, K)`` of each value head."""
+        _, (_, key_dim), (heads, value_dim) = self.conv_shapes
+        return heads * key_dim * (value_dim + key_dim)
 
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the states ``(B, N, K, V)`` of the gated delta rule."""
@@ -211,14 +219,14 @@ def _chunks_of_part(packed: PackedSeqParams, *, rank: int, size: int) -> Documen
     return DocumentChunks(build_tables(offsets, packed.total_tokens // size))
 
 
-def _tables(config: ModelConfig, build: Build) -> TableBuilder:
+def _tables(config: GatedDeltaNetOptions, build: Build) -> TableBuilder:
     """Return the builder of the chunks of all slots, or of this rank's part if it passes states."""
-    if not build.cp.passes_delta_rule_states:
+    if KIND.symbol not in build.cp.state_passing:
         return _chunks
     return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size)
 
 
-def _small_sizes(config: ModelConfig, ranks: RankCounts) -> dict[str, object]:
+def _small_sizes(config: GatedDeltaNetOptions, ranks: RankCounts) -> dict[str, object]:
     heads_per_key = config.linear_num_value_heads // config.linear_num_key_heads
     keys = min(config.linear_num_key_heads, 2 * ranks.heads)
     return {"linear_num_key_heads": keys, "linear_num_value_heads": keys * heads_per_key}
@@ -236,7 +244,7 @@ def _slow_decay(model: nn.Module) -> None:
             parameter.fill_(math.log(SLOW_RATE))
 
 
-def _sections(config: ModelConfig) -> dict[str, int]:
+def _sections(config: GatedDeltaNetOptions) -> dict[str, int]:
     keys, values = config.linear_key_dim, config.linear_value_dim
     heads = config.linear_num_value_heads
     return {

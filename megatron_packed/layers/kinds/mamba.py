@@ -135,7 +135,7 @@ class MambaMixer(RecurrentMixer):
             width=config.mamba_d_conv,
             bias=config.mamba_conv_bias,
             norm=norm,
-            passes_states=build.cp.passes_scan_states,
+            passes_states=KIND.symbol in build.cp.state_passing,
         )
         self.chunk_size = config.mamba_chunk_size
 
@@ -152,7 +152,10 @@ class MambaMixer(RecurrentMixer):
     def scan_part(
         self, inputs: HeadInputs, packed: PackedSeqParams, passing: StatePassing
     ) -> Tensor:
-        """Run the scan of this rank's part of the pack, with the state that enters it."""
+        """Run the scan of this rank's part of the pack, with the state that enters it.
+
+        Later parts get the state that leaves the part, and the part's decay (`ops.ssd.passed_states`).
+        """
         from megatron_packed.ops.ssd.passed_states import ssd_of_part
 
         return ssd_of_part(
@@ -164,6 +167,11 @@ class MambaMixer(RecurrentMixer):
             chunk_size=self.chunk_size,
             backend=self.backends.ssd,
         )
+
+    def numbers_of_states(self) -> int:
+        """Return the numbers of a state ``(P, S)`` and a decay of each head."""
+        (heads, head_dim), (_, state_dim), _ = self.conv_shapes
+        return heads * (head_dim * state_dim + 1)
 
     def final_states(self, inputs: HeadInputs, lengths: list[int]) -> Tensor:
         """Return the states ``(B, N, P, S)`` of the scan."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_packed.config.kinds.layer_kind import LayerKind
+from megatron_packed.config.kinds.layer_kind import LayerKind, OptionsOfKind
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.attention import Rotary
 from megatron_packed.layers.backends import Backends
@@ -45,9 +45,9 @@ class RankCounts(NamedTuple):
     """Numbers of ranks that share a small model."""
 
     heads: int = 1
-    """RankCounts, times parts in which heads are exchanged; each of them needs heads."""
+    """Ranks, times parts in which heads are exchanged; each of them needs heads."""
     experts: int = 1
-    """RankCounts of an expert-parallel group."""
+    """Ranks of an expert-parallel group."""
 
 
 def same_bits(quantity: str, device: torch.device, backends: Backends) -> int:
@@ -59,14 +59,14 @@ def same_bits(quantity: str, device: torch.device, backends: Backends) -> int:
 class IsolationCase:
     """Small model of one kind for the isolation self-test, `models.isolation`."""
 
-    changes: Callable[[ModelConfig, RankCounts], Mapping[str, object]] = lambda config, ranks: {}
+    changes: Callable[[OptionsOfKind, RankCounts], Mapping[str, object]] = lambda config, ranks: {}
     """Function that returns the options of the small model that differ from those of the model.
 
     Sizes that decide which kernels run must not change.
     """
     absent: Mapping[str, object] = field(default_factory=dict)
     """Options of this kind in the small models of the other kinds."""
-    variants: Callable[[ModelConfig], Sequence[Mapping[str, object]]] = lambda config: [{}]
+    variants: Callable[[OptionsOfKind], Sequence[Mapping[str, object]]] = lambda config: [{}]
     """Function that returns further changes; each variant has a small model of its own."""
     prepare: Callable[[nn.Module], None] | None = None
     """Function that changes parameters of the small model, so that a leak is visible."""
@@ -74,7 +74,7 @@ class IsolationCase:
     """Function that returns the allowed difference of a quantity, in units of the last place of the
     largest value. Rounding may change other documents although no kernel reads across documents.
     """
-    coupled: Callable[[ModelConfig], list[str]] = lambda config: []
+    coupled: Callable[[OptionsOfKind], list[str]] = lambda config: []
     """Function that returns the options that make documents of a pack affect each other by design."""
 
 
@@ -84,7 +84,7 @@ class MegatronNames:
 
     modules: Mapping[str, tuple[str, ...]]
     """Beginning of a name inside a layer here -> possible beginnings there; the longest counts."""
-    sections: Callable[[ModelConfig], Mapping[str, int]] | None = None
+    sections: Callable[[OptionsOfKind], Mapping[str, int]] | None = None
     """Function that returns the rows of each section of ``in_proj``, in order.
 
     megatron-core stores each section as a tensor of its own. None if it stores whole tensors.
@@ -116,7 +116,7 @@ TableBuilder = Callable[[PackedSeqParams], KindTables | None]
 """Function that builds the tables of a pack. A model holds it, so it must be possible to pickle it."""
 
 
-def no_tables(config: ModelConfig, build: Build) -> TableBuilder | None:
+def no_tables(config: OptionsOfKind, build: Build) -> TableBuilder | None:
     """Build no tables: the layers read only the tables that all kinds share."""
     return None
 
@@ -127,7 +127,7 @@ class MixerKind:
 
     kind: LayerKind
     """Symbol, name and properties that need no torch."""
-    build: Callable[[ModelConfig, Build, Place], nn.Module]
+    build: Callable[[OptionsOfKind, Build, Place], nn.Module]
     """Function that builds the mixer."""
     layer: type[HybridLayer] = HybridLayer
     """Class of the layer around the mixer."""
@@ -138,7 +138,7 @@ class MixerKind:
     """End of a parameter's name (its last two or three parts) -> initial values."""
     isolation: IsolationCase = IsolationCase()
     """Case of the isolation self-test."""
-    tables: Callable[[ModelConfig, Build], TableBuilder | None] = no_tables
+    tables: Callable[[OptionsOfKind, Build], TableBuilder | None] = no_tables
     """Function that returns the builder of tables that only this kind reads; None without any."""
     megatron: MegatronNames | None = None
     """Names in checkpoints of megatron-core; None if it has no such layer."""

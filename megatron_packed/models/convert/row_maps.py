@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_packed.config.kinds.layer_kind import OptionsOfKind
 from megatron_packed.config.sections.model import ModelConfig
 
 
@@ -51,7 +52,7 @@ class Part(NamedTuple):
     moves: tuple[Move, ...]
 
 
-RowMap = Callable[[ModelConfig], tuple[Part, ...]]
+RowMap = Callable[[OptionsOfKind], tuple[Part, ...]]
 """Function that returns the parts of one parameter, in the order of its Hugging Face names."""
 
 

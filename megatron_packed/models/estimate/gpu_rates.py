@@ -8,6 +8,7 @@ the time of a step.
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,8 +59,8 @@ class GpuRates:
     """Size of a state -> pair of times of the Mamba-2 scan per token and channel."""
     scan_call: Sequence[float]
     """Pair of times of a scan of any size."""
-    delta_element: Sequence[float]
-    """Pair of times of the gated delta rule per token and entry of the state."""
+    state_entry: Mapping[str, Sequence[float]]
+    """Op with a state ``(K, V)`` for each head -> pair of times per token and entry of a state."""
     op_byte: Mapping[str, Sequence[float]]
     """Op, or kind of an activation -> pair of times per byte of the result."""
     copy_bytes: float
@@ -78,6 +79,8 @@ class GpuRates:
     """Ranks of a group -> its rates."""
     overlapped_share: float
     """Share of an overlapped exchange during which no other kernel runs."""
+    kernels: Mapping[str, str]
+    """Op whose kernel an option may choose -> kernel with which its rates were measured."""
 
     def exchange_rates(self, ranks: int) -> ExchangeRates:
         """Return the rates of a group: of the next larger measured group, or of the largest."""
@@ -95,6 +98,7 @@ def measured_rates() -> Mapping[str, GpuRates]:
 def _rates(values: Mapping[str, Mapping[str, Any]]) -> GpuRates:
     """Return rates from the table of one GPU, whose values stand beside their sources."""
     plain = {name: entry["value"] for name, entry in values.items()}
+    plain["kernels"] = dict(ChainMap(*(entry.get("kernels", {}) for entry in values.values())))
     plain["scan_element"] = {int(size): pair for size, pair in plain["scan_element"].items()}
     plain["exchanges"] = {
         int(ranks): ExchangeRates(**rates) for ranks, rates in plain["exchanges"].items()

@@ -182,10 +182,10 @@ def _options_of_states(config: RunConfig) -> Options:
     """Return the options with which all layers pass states that do not by default, except those
     given.
     """
-    recurrent = [kind.without_heads for kind in config.model.kinds if not kind.attends]
+    options = [kind.state_option for kind in config.model.kinds]
     return {
         name: value
-        for name, value in filter(None, recurrent)
+        for name, value in filter(None, options)
         if value != getattr(config.parallel, name) and not config.is_given(f"parallel.{name}")
     }
 

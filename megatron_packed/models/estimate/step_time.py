@@ -224,8 +224,8 @@ class KernelTimes:
                 + rates.scan_call[i]
                 for i in range(2)
             )
-        elif call.name == "gated_delta_rule":
-            forward, both = (each * size * inputs.key_dim for each in rates.delta_element)
+        elif call.name in rates.state_entry:
+            forward, both = (each * size * inputs.key_dim for each in rates.state_entry[call.name])
         else:
             name = inputs.kind if call.name == "activation" else call.name
             rows = call.shape[0]

@@ -5,10 +5,9 @@ Letters: T tokens, B documents, C channels, I = C.
 
 from __future__ import annotations
 
-from megatron_packed.config.kinds.short_convolution import KIND
+from megatron_packed.config.kinds.short_convolution import KIND, ShortConvolutionOptions
 from torch import Tensor, nn
 
-from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.distributed.tensor_parallel_shards import SplitSegment
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.hybrid_layer import ProjectedLayer
@@ -27,7 +26,7 @@ class Gate(nn.Module):
 class ShortConvolution(RecurrentMixer):
     """`RecurrentMixer` without a recurrence; the rows of ``in_proj.weight`` are ``[z | x]``."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ShortConvolutionOptions, build: Build) -> None:
         x = SplitSegment(noun="channels of a short convolution", count=config.short_conv_channels)
         super().__init__(
             config.hidden_size,
