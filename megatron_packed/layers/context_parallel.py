@@ -135,16 +135,18 @@ class ContextParallel:
         Args:
             groups: process groups of this rank.
             kinds: kinds of layers of the model; options of other kinds have no effect.
-            communication: options of the model's communication.
+            communication: options of the model's communication; those not given are the defaults of a
+                run.
         Raises:
             ValueError: a communication type is unknown.
         """
         comm_type = cp_comm_type(communication.get("cp_comm_type", A2A))
         partition_mode = communication.get("cp_partition_mode", ZIGZAG)
         _check("cp_partition_mode", partition_mode, ZIGZAG, CONTIGUOUS)
+        of_kinds = {}
         for field in section_fields(KindCommunication):
-            if field.name in communication:
-                _check(field.name, communication.get(field.name), *field.option.choices)
+            of_kinds[field.name] = communication.get(field.name, field.default)
+            _check(field.name, of_kinds[field.name], *field.option.choices)
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
         return cls(
@@ -156,7 +158,7 @@ class ContextParallel:
             state_passing=frozenset(
                 kind.symbol
                 for kind in kinds
-                if kind.state_option and kind.state_option in communication.items()
+                if kind.state_option and kind.state_option in of_kinds.items()
             ),
             overlap_parts=communication.get("cp_comm_overlap_parts", 1),
         )

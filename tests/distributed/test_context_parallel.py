@@ -899,6 +899,7 @@ def model_of(
         max_positions=8,
         groups=groups,
         cp_comm_type=comm_type,
+        mamba_cp_comm_type="heads",
     )
 
 
