@@ -1,9 +1,21 @@
 """Real runs with context parallelism: their logs equal the log of one process."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
-from support.runs import Data, assert_same_log, in_folder, run, tiny_options, trained
+import torch
+
+from support.runs import (
+    Data,
+    assert_same_log,
+    assert_same_state,
+    final_state,
+    in_folder,
+    run,
+    tiny_options,
+    trained,
+)
 
 THIRD, LAST = 2, 6
 OPTIONS: dict[str, Any] = {
@@ -66,6 +78,26 @@ def test_a_run_that_changes_its_partition_is_the_run_of_one_process(
         and padding in said
     )
     assert_same_log(together, alone)
+
+
+def test_a_run_of_heads_goes_on_with_heads(data: Data, tmp_path: Path) -> None:
+    """A checkpoint from before states were passed by default has the bits of a run that never stopped.
+
+    A flag for states changes the bits.
+    """
+    options = tiny_options(data, train_iters=4, hybrid_layer_pattern="M-E", **A2A)
+    never, resumed, states = (tmp_path / name for name in ("never", "resumed", "states"))
+    trained(never, 2, options, mamba_cp_comm_type="heads", save_interval=2)
+    for folder in (resumed, states):
+        shutil.copytree(
+            never / "checkpoints" / "step_00000002", folder / "checkpoints" / "step_00000002"
+        )
+    said = trained(resumed, 2, options)
+    assert "so that sums keep their order: --mamba-cp-comm-type heads" in said
+    assert_same_state(resumed / "checkpoints", never / "checkpoints", 4)
+    trained(states, 2, options, mamba_cp_comm_type="state")
+    expected, found = (final_state(run / "checkpoints", 4)[0] for run in (never, states))
+    assert any(not torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ KEYS = {
     "data.answer_end",
     "data.data_rules",
 }
-SUMS = {"model.moe_dispatch"}
+SUMS = {"model.moe_dispatch", "parallel.mamba_cp_comm_type"}
 RULES = "--micro-batch-size 2 --sft --split 9,1"
 
 
@@ -90,6 +90,26 @@ def test_a_checkpoint_of_before_goes_on_with_the_sums_of_its_time(right) -> None
     assert sums_as_stored(gathers, stored, 2) == (gathers, [])  # the option has no effect
     given = parse([*words, "--moe-dispatch", "tokens"], 2)
     assert sums_as_stored(given, stored, 2) == (given, [])
+
+
+def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) -> None:
+    words = argv_of(right, "--hybrid-layer-pattern M- --context-parallel-size 2")
+    config = parse(words, 2)
+    assert config.parallel.mamba_cp_comm_type == "state"
+    stored = to_dict(config)
+    stored["parallel"]["mamba_cp_comm_type"] = "heads"
+    older = to_dict(config)
+    del older["parallel"]["mamba_cp_comm_type"]
+    for each in (stored, older):
+        taken, flags = sums_as_stored(config, each, 2)
+        assert taken.parallel.mamba_cp_comm_type == "heads"
+        assert flags == ["--mamba-cp-comm-type heads"]
+    assert sums_as_stored(config, to_dict(config), 2) == (config, [])
+    given = parse([*words, "--mamba-cp-comm-type", "state"], 2)
+    alone = parse(argv_of(right, "--hybrid-layer-pattern M-"))
+    without = parse(argv_of(right, "--hybrid-layer-pattern * --context-parallel-size 2"), 2)
+    for run, processes in ((given, 2), (alone, 1), (without, 2)):
+        assert sums_as_stored(run, stored, processes) == (run, [])
 
 
 def test_what_is_given_counts(argv) -> None:
