@@ -15,10 +15,14 @@ slow_block = tl.block_type.__init__
 slow_unwrap = tl.core._unwrap_if_constexpr
 slow_promotion = TritonSemantic.computation_type_impl
 slow_broadcast = TritonSemantic.broadcast_impl_value
+slow_operands = TritonSemantic.binary_op_type_checking_impl
 slow_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+slow_check = interpreter.TensorHandle.__post_init__
 
 PLAIN = frozenset((int, float, bool, str, type(None), tl.dtype, tl.tensor))
 """Types without a constexpr inside."""
+UNCHANGED = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
+"""Types whose results have the same type if the other operand has it too, or is a small number."""
 SCALAR_SHAPE = tl.tuple([]), tl.constexpr(1)
 blocks = {}
 """Values that the interpreter computes for a type of tiles, by its element type and its shape."""
@@ -26,6 +30,8 @@ shapes = {}
 """Shape and number of elements of a tile, by the shape as integers."""
 promotions = {}
 """Types of results, by the types of the operands."""
+valid = set()
+"""Pairs of an element type and the size of numpy's elements that fit together."""
 
 
 def combined(op, before, after):
@@ -95,6 +101,18 @@ def patch(function):
     return interpreter._LangPatchScope()
 
 
+def patch_builtin(obj, name, member, builder, scope):
+    """Call a function of the language without its check that a compiler calls it."""
+    function = getattr(member, "__wrapped__", member)
+    semantic = interpreter.interpreter_semantic
+
+    def call(*arguments, **options):
+        options["_semantic"] = semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(obj, name, call)
+
+
 def unwrap(value):
     """Return values without a constexpr as they are."""
     return value if type(value) in PLAIN else slow_unwrap(value)
@@ -102,7 +120,7 @@ def unwrap(value):
 
 def block(self, element_ty, shape):
     """Compute the attributes of a type of tiles once."""
-    numbers = tuple(unwrap(size) for size in shape)
+    numbers = tuple([size if type(size) is int else unwrap(size) for size in shape])
     key = (type(element_ty), element_ty.name, numbers)
     if key not in blocks:
         slow_block(self, element_ty, shape)
@@ -133,6 +151,29 @@ def promotion(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
     return promotions[key]
 
 
+def operands(self, a, b, *options):
+    """Return a tile and a tile or number of its type without a search for the type of the result."""
+    if type(a) is tl.tensor and a.dtype.is_ptr() and options == (True, True):  # an addition
+        if type(b) is tl.tensor and b.dtype.name in UNCHANGED and not b.dtype.is_floating():
+            return self.broadcast_impl_value(a, b)
+    elif type(a) is tl.tensor and (numpy_type := UNCHANGED.get(a.dtype.name)):
+        if type(b) is tl.tensor:
+            if a.dtype.name == b.dtype.name:
+                return self.broadcast_impl_value(a, b)
+        elif (type(b) is int and abs(b) < 2**31) or (type(b) is float and numpy_type is np.float32):
+            data = np.full(a.handle.data.shape, b, numpy_type)
+            return a, tl.tensor(interpreter.TensorHandle(data, a.dtype), a.type)
+    return slow_operands(self, a, b, *options)
+
+
+def check(self):
+    """Check the size of elements once for each pair of types."""
+    key = self.dtype.name, self.data.itemsize
+    if key not in valid:
+        slow_check(self)
+        valid.add(key)
+
+
 def broadcast(self, a, b):
     """Return tiles of one shape as they are."""
     if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
@@ -153,8 +194,11 @@ def install():
     tl.tensor.__init__ = tensor
     TritonSemantic.computation_type_impl = promotion
     TritonSemantic.broadcast_impl_value = broadcast
+    TritonSemantic.binary_op_type_checking_impl = operands
     TritonSemantic.binary_op_sanitize_overflow_impl = overflow
     interpreter._get_np_dtype = quick_dtype()
     interpreter.ReduceOps.generic_reduce = reduce
     interpreter.ScanOps.generic_scan = scan
+    interpreter.TensorHandle.__post_init__ = check
     interpreter._patch_lang = patch
+    interpreter._patch_attr = patch_builtin

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from support import quick_interpreter
@@ -79,6 +80,32 @@ def test_types_and_shapes_of_results_are_those_of_pytorch(dtype, other, wide):
         assert torch.equal(out.view(4, 4), ((a[:, None] + b) * a[:, None] - b).double())
     else:
         assert torch.equal(out[:12], torch.cat([a + b, a - b, a * b]).double())
+
+
+@triton.jit
+def _with_numbers(a_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    a = tl.load(a_ptr + at)
+    tl.store(out_ptr + at, a + 3)
+    tl.store(out_ptr + 4 + at, a * 0.3)
+    tl.store(out_ptr + 8 + at, a - 2147483647)
+    tl.store(out_ptr + 12 + at, (a > 1).to(tl.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64])
+def test_operations_with_numbers_have_the_bits_of_the_interpreter(dtype, monkeypatch):
+    a = torch.tensor([7 / 3, 1, -2, 5]).to(dtype)
+    found = []
+    for kind in ("quick", "slow"):
+        if kind == "slow":
+            monkeypatch.setattr(
+                TritonSemantic, "binary_op_type_checking_impl", quick_interpreter.slow_operands
+            )
+        else:
+            assert TritonSemantic.binary_op_type_checking_impl is quick_interpreter.operands
+        found.append(torch.zeros(16, dtype=torch.float64))
+        _with_numbers[(1,)](a, found[-1])
+    assert torch.equal(*found) and found[0].count_nonzero() > 10
 
 
 @triton.jit
