@@ -113,6 +113,7 @@ COPIED = {"all_to_all_backend": "symmetric_memory"}
 ZERO = {"use_distributed_optimizer": True}
 GRADIENTS = {"overlap_grad_reduce": True}
 OVERLAP = {**GRADIENTS, "overlap_param_gather": True}
+ZIGZAG = {"cp_partition_mode": "zigzag"}
 IN_ORDER = {"cp_comm_type": "all_gather", "cp_partition_mode": "contiguous"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -122,8 +123,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 sp": {**TP2, **SP},
         "tp2 sp overlap": {**TP2, **SP, **TP_OVERLAP},
         "cp2 a2a": {**CP2, **HEADS, "cp_comm_type": "a2a"},
-        "cp2 all_gather": {**CP2, **HEADS, "cp_comm_type": "all_gather"},
-        "cp2 p2p": {**CP2, **HEADS, "cp_comm_type": "p2p"},
+        "cp2 all_gather": {**CP2, **HEADS, **ZIGZAG, "cp_comm_type": "all_gather"},
+        "cp2 p2p": {**CP2, **HEADS, **ZIGZAG, "cp_comm_type": "p2p"},
         "cp2 a2a parts": {**CP2, **HEADS, "cp_comm_type": "a2a", "cp_comm_overlap_parts": 4},
         "cp2 a2a copies": {**CP2, **HEADS, "cp_comm_type": "a2a", **COPIED},
         "cp2 a2a parts copies": {
@@ -146,7 +147,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 state zero overlap": {**CP2, **STATE, **ZERO, **GRADIENTS},
         "cp2 contiguous": {**CP2, **HEADS, **IN_ORDER},
         "cp2 contiguous state": {**CP2, **IN_ORDER, **STATE},
-        "cp2 p2p state": {**CP2, "cp_comm_type": "p2p", **STATE},
+        "cp2 p2p state": {**CP2, **ZIGZAG, "cp_comm_type": "p2p", **STATE},
         "cp2 headwise": {**CP2, "linear_cp_mode": "headwise"},
         "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},
         "cp2 contiguous chunkwise": {**CP2, **IN_ORDER, "linear_cp_mode": "chunkwise"},

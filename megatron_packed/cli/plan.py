@@ -110,6 +110,7 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     reason = reason_without_rates(config, world_size, arguments.gpu)
     if arguments.search and reason:
         raise UsageError(f"--search orders layouts by time. {reason}{_cure_of_search(arguments)}")
+    from megatron_packed.models.estimate.rows_of_ranks import choose_partition
     from megatron_packed.models.estimate.run_estimate import documents_in_pack, step_work
     from megatron_packed.ops.backend_dispatch import complete_machine
 
@@ -119,6 +120,7 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
+    config, _ = choose_partition(config, lengths, lambda: work.attention_share)
     run = RunToPlan(
         config=config,
         world_size=world_size,
@@ -405,13 +407,15 @@ def _partition_lines(work: StepWork, config: RunConfig) -> list[str]:
     rows = work.rows_of_ranks
     if rows is None:
         return []
-    choice = "GPUs have no kernel for a zigzag of these layers"
-    if has_zigzag_kernel(config.model):
-        choice = f"So {rows.cheaper} costs less"
+    slowest = f"the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention"
+    if not has_zigzag_kernel(config.model):
+        return [
+            f"--cp-partition-mode: with contiguous rows {slowest}. GPUs have no kernel for a zigzag of these layers."
+        ]
     return [
         f"--cp-partition-mode: a zigzag pads these documents by {100 * rows.zigzag_padding:.1f} % of their tokens; "
-        f"with contiguous rows the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention, "
-        f"{100 * rows.contiguous_flops:.1f} % more FLOPs. {choice}."
+        f"with contiguous rows {slowest}, {100 * rows.contiguous_flops:.1f} % more FLOPs. "
+        f"auto takes {rows.cheaper}."
     ]
 
 

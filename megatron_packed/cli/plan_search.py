@@ -111,14 +111,22 @@ def search_command(
         LayoutSearch,
         layouts_to_search,
     )
+    from megatron_packed.models.estimate.rows_of_ranks import choose_partition
     from megatron_packed.models.estimate.run_estimate import pieces_of_documents
 
     begun = perf_counter()
     other = OtherOptions(run_flags, run.world_size)
     memory = run.config.memory
     chosen = memory.recompute_granularity is not None or memory.offloads
+
+    def configure(options: Mapping[str, Any]) -> RunConfig | None:
+        config = other.configure(options)
+        if config is None:
+            return None
+        return choose_partition(config, run.lengths, lambda: run.work.attention_share)[0]
+
     search = LayoutSearch(
-        other.configure,
+        configure,
         world_size=run.world_size,
         vocab_size=run.vocab_size,
         documents=run.documents,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import partitions_that_fit
 from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
@@ -115,6 +116,28 @@ def overlap_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, lis
         return config, []
     kept = replace(config, parallel=replace(parallel, tp_comm_overlap=False))
     return kept, ["--no-tp-comm-overlap"]
+
+
+def partition_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with the partition of attention that keeps the packs of a checkpoint,
+    and its flag, if the run may choose one.
+
+    That of the checkpoint comes first, because it also keeps the order of sums.
+    """
+    if not config.parallel.chooses_partition:
+        return config, []
+    parallel = stored.get("parallel", {})
+    mode = parallel.get("cp_partition_mode", "zigzag")  # before the option there was no other
+    ranks = parallel.get("context_parallel_size", 1)
+    exchanges_keys = ranks > 1 and parallel.get("cp_comm_type", "a2a") != "a2a"
+    chunks = 2 * ranks if exchanges_keys and mode == "zigzag" else 1
+    alignment = stored.get("packing", {}).get("pad_packed_seq_alignment") or chunks
+    fitting = partitions_that_fit(config)
+    for fits in sorted(fitting, key=lambda one: one != mode):
+        kept = replace(config, parallel=replace(config.parallel, cp_partition_mode=fits))
+        if kept.document_alignment == alignment:
+            return kept, [f"--cp-partition-mode {fits}"]
+    return config, []
 
 
 _SCHEDULE = tuple(

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_packed.config.cross_rules import cross_rules
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import partitions_that_fit
 from megatron_packed.config.kinds.experts import MEASURE
 from megatron_packed.config.options import Decided, Field, Stored
 from megatron_packed.config.parallel_layout import ParallelLayout
@@ -104,6 +105,7 @@ class RunConfig:
         problems = list(cross_rules(self, lambda *keys: True))
         if problems:
             raise ConfigError(problems)
+        settle_partition(self)
 
     @classmethod
     def from_args(
@@ -380,6 +382,15 @@ class RunConfig:
     def packs_per_step(self) -> int:
         """Return the number of packs of one optimizer step over all ranks."""
         return self.packing.global_batch_size // self.packing.micro_batch_size
+
+
+def settle_partition(run: RunConfig) -> None:
+    """Set the partition of attention in place if only one fits; otherwise the lengths of the documents
+    decide (`models.estimate.rows_of_ranks`).
+    """
+    if run.parallel.chooses_partition and len(fitting := partitions_that_fit(run)) == 1:
+        parallel = replace(run.parallel, cp_partition_mode=fitting[0])
+        object.__setattr__(run, "parallel", parallel)
 
 
 def unchecked_run(sections: Mapping[str, Section]) -> RunConfig:

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from megatron_packed.checkpoint.run_metadata import DataHashes
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.data_parts.tokenizer import TRAINED_BPE
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.data.documents import Documents
 from megatron_packed.data.errors import DataError
 from megatron_packed.data.loader import Loader
@@ -59,6 +61,8 @@ class Stream(Generic[_Plan_co]):
 class RunData:
     """Data that a run trains, validates and tests on."""
 
+    parallel: ParallelConfig
+    """Options of the parallel axes, with the partition that the lengths of documents decide."""
     tokenizer: Tokenizer
     vocab_size: int
     train: Stream[PackPlan]
@@ -180,6 +184,14 @@ def build_data(
         metric = metric_questions(config, tokenizer, documents.valid)
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
+    if config.parallel.chooses_partition:
+        from megatron_packed.models.estimate.rows_of_ranks import attention_share, choose_partition
+
+        lengths = documents.train.lengths
+        share = partial(attention_share, config, vocab_size, lengths)
+        config, reason = choose_partition(config, lengths, share)
+        if reason:
+            say(reason)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost
     plans = plan_data(config, documents, groups.dp.size, cost, resumed=resumed, show_progress=show)
     _say_packs(config, plans, say, detail)
@@ -191,6 +203,7 @@ def build_data(
     # In the first step, ranks with different data would run different collectives and hang.
     check_alike({"training": train, **streams}, groups)
     return RunData(
+        parallel=config.parallel,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         tokenizer_hash=tokenizer_hash,

@@ -88,7 +88,9 @@ class Communication(TypedDict, total=False):
 def communication_of(parallel: ParallelConfig) -> Communication:
     """Return the options for the model of a run."""
     names = Communication.__annotations__
-    return cast("Communication", {name: getattr(parallel, name) for name in names})
+    options = {name: getattr(parallel, name) for name in names}
+    options["cp_partition_mode"] = ZIGZAG if parallel.uses_zigzag else CONTIGUOUS
+    return cast("Communication", options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ def check_isolation(
         )
         if (prepare := _case_of(symbol).prepare) is not None:
             prepare(model)
-        results += _check_layer(symbol, model, chunk, total, slots, device)
+        results += _check_layer(symbol, model, chunk, slots, device)
     return results
 
 
@@ -209,7 +209,7 @@ def small_config(
     """Return a one-layer model of one kind, as small as possible.
 
     Sizes that decide which kernels run are unchanged. The number of heads grows with ``ranks``, so
-    that each rank has heads. RankCounts share groups of heads if they do so with ``config``.
+    that each rank has heads. Ranks share groups of heads if they do so with ``config``.
 
     Args:
         variant: further changes, for example the window of an attention layer.
@@ -249,17 +249,18 @@ def coupled_by_design(config: ModelConfig) -> list[str]:
 
 
 def _check_layer(
-    symbol: str, model: HybridModel, chunk: int, total: int, slots: int, device: torch.device
+    symbol: str, model: HybridModel, chunk: int, slots: int, device: torch.device
 ) -> list[IsolationResult]:
     # The documents: one inside a chunk, one across the boundary to the next chunk, a short one in
     # that chunk, and a long one. The remaining slots are the tail.
-    lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, total - 2 * chunk]
+    # In a zigzag each document is padded, at most to the next multiple of the alignment.
+    alignment = model.cp.attention_partition.alignment
+    lengths = [chunk // 2 + 1, 3 * chunk // 4, 3, slots - 2 * chunk - 4 * (alignment - 1)]
 
     def make_pack(first: int, number: int = CHANGED) -> MicroBatch:
-        alignment = model.cp.attention_partition.alignment
         return _make_pack(lengths, slots, alignment, number, first).to(device)
 
-    unchanged, changed, last_changed = make_pack(total), make_pack(0), make_pack(0, LAST)
+    unchanged, changed, last_changed = make_pack(slots), make_pack(0), make_pack(0, LAST)
     document_T = unchanged.packed.seq_idx[0]
     others_T, before_last_T = document_T != CHANGED, document_T != LAST
     baseline, again, after, after_last = (
@@ -281,7 +282,7 @@ def _check_layer(
     eps = torch.finfo(model.dtype).eps
     results = []
     for quantity, value in baseline.items():
-        noise = _moved(value, again[quantity], others_T)
+        noise = max(_moved(value, again[quantity], rows_T) for rows_T in (others_T, before_last_T))
         leak = (
             None if joined is None else _moved(joined[0][quantity], joined[1][quantity], others_T)
         )

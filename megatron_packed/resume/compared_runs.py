@@ -26,6 +26,7 @@ from megatron_packed.checkpoint.run_metadata import (
 from megatron_packed.config.options import Stored
 from megatron_packed.config.resumed_options import (
     packs_as_stored,
+    partition_as_stored,
     schedule_as_stored,
     sums_as_stored,
     takes_schedule,
@@ -226,6 +227,8 @@ def resumed_options(
     ] * bool(flags)
     if not resumed.has_new_packs:
         config, flags = packs_as_stored(config, resumed.options)
+        config, partition = partition_as_stored(config, resumed.options)
+        flags += partition
         if flags:
             lines.append(
                 f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"

@@ -276,6 +276,9 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
         show=not console.silent,
         stored=stored,
     )
+    if data.parallel != config.parallel:
+        config = replace(config, parallel=data.parallel)
+        check_kernels(config, launch.groups.device)
     plan, hashes = data.train.plan, data.hashes
     progress = None if resumed is None else resumed.progress_in(config, plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data

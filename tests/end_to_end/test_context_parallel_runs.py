@@ -103,8 +103,25 @@ def test_a_run_of_heads_goes_on_with_heads(data: Data, tmp_path: Path) -> None:
 def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:
     options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
     trained(tmp_path, 2, options, exit_interval=THIRD, **A2A)
-    refused = run({**options, **in_folder(tmp_path), **RING}, tmp_path, 2)
-    words = (
-        "another order of the data: --cp-comm-type p2p, was a2a; leave out --cp-comm-type to resume"
-    )
+    zigzag = {**RING, "cp_partition_mode": "zigzag"}
+    refused = run({**options, **in_folder(tmp_path), **zigzag}, tmp_path, 2)
+    words = "another order of the data: --cp-comm-type p2p, was a2a; --cp-partition-mode zigzag, was auto"
     assert refused.exit_code == 4 and words in refused.console, refused.console
+    said = trained(tmp_path, 2, options, **RING)
+    assert "so that packs do not change: --cp-partition-mode contiguous" in said
+
+
+def test_lengths_choose_the_partition_and_a_resumed_run_keeps_it(
+    data: Data, tmp_path: Path
+) -> None:
+    """The documents are short, so a zigzag would pad them."""
+    options = tiny_options(data, **{**OPTIONS, "eval_interval": None})
+    given, chosen = tmp_path / "given", tmp_path / "chosen"
+    trained(given, 2, options, cp_partition_mode="contiguous", **RING)
+    said = trained(chosen, 2, options, exit_interval=THIRD, **RING)
+    assert "--cp-partition-mode contiguous: a zigzag pads the documents by" in said
+    said = trained(chosen, 2, options, **RING)
+    assert "so that packs do not change: --cp-partition-mode contiguous" in said
+    assert "a zigzag pads" not in said
+    assert_same_log(chosen, given)
+    assert_same_state(chosen / "checkpoints", given / "checkpoints", LAST)

@@ -92,6 +92,7 @@ MODEL = ModelConfig(
     moe_token_dispatcher_type="allgather",
 )
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 200_000}
+ZIGZAG = {"cp_partition_mode": "zigzag"}
 CP2_HEADS = {"context_parallel_size": 2, "mamba_cp_comm_type": "heads"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero": {"use_distributed_optimizer": True},
@@ -115,8 +116,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_tensor_parallel_size": 1,
     },
     "cp2 a2a": {**CP2_HEADS, "cp_comm_type": "a2a"},
-    "cp2 all_gather": {**CP2_HEADS, "cp_comm_type": "all_gather"},
-    "cp2 p2p": {**CP2_HEADS, "cp_comm_type": "p2p"},
+    "cp2 all_gather": {**CP2_HEADS, **ZIGZAG, "cp_comm_type": "all_gather"},
+    "cp2 p2p": {**CP2_HEADS, **ZIGZAG, "cp_comm_type": "p2p"},
     "cp2 contiguous": {
         **CP2_HEADS,
         "cp_comm_type": "all_gather",
@@ -131,6 +132,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 state": {"context_parallel_size": 2, "mamba_cp_comm_type": "state"},
     "cp2 chunkwise": {**CP2_HEADS, "linear_cp_mode": "chunkwise"},
     "cp2 p2p state": {
+        **ZIGZAG,
         "context_parallel_size": 2,
         "cp_comm_type": "p2p",
         "mamba_cp_comm_type": "state",

@@ -56,7 +56,10 @@ FLAGS = [
     "--device",
     "cpu",
 ]
-ACROSS = ("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p")
+ACROSS = (
+    *("--context-parallel-size", "2", "--global-batch-size", "1", "--cp-comm-type", "p2p"),
+    *("--cp-partition-mode", "zigzag"),
+)
 
 
 def config_of(pattern: str = "M*-E", flags: tuple[str, ...] = (), **training: Any) -> RunConfig:

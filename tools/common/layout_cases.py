@@ -333,7 +333,7 @@ def draw_parallel(draw: random.Random, pattern: str) -> tuple[int, dict[str, Any
         "context_parallel_size": cp,
         "cp_comm_type": draw.choice(["p2p", "a2a", "all_gather"]),
         "cp_partition_mode": draw.choice(["zigzag", "contiguous"]),
-        "mamba_cp_comm_type": draw.choice(["heads", "state"]) if cp > 1 else "heads",
+        "mamba_cp_comm_type": draw.choice(["heads", "state"]) if cp > 1 else "state",
         "linear_cp_mode": draw.choice(["headwise", "chunkwise"]) if cp > 1 else "headwise",
         "cp_comm_overlap_parts": draw.choice([1, 1, 2]) if cp > 1 else 1,
         "expert_model_parallel_size": ep,

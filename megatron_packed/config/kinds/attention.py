@@ -342,8 +342,21 @@ class AttentionKernels(Section, group=KERNELS, only_if=ATTENTION_LAYERS):
 def has_zigzag_kernel(model: ModelConfig) -> bool:
     """Return whether GPUs have a kernel for a zigzag of this model: TransformerEngine's attention."""
     width = model.kv_channels
-    fits = width % 8 == 0 and width <= TRANSFORMER_ENGINE_HEAD_LIMIT
+    fits = width is not None and width % 8 == 0 and width <= TRANSFORMER_ENGINE_HEAD_LIMIT
     return fits and model.attention_windows == (None,)
+
+
+def partitions_that_fit(run: RunConfig) -> tuple[str, ...]:
+    """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes."""
+    backend, packing = run.training.attention_backend, run.packing
+    chunks, fitting = 2 * run.parallel.context_parallel_size, []
+    if backend in ("auto", *CONTIGUOUS_BACKENDS):
+        fitting += ["contiguous"] * (not run.training.uses_transformer_engine_attention)
+    if backend in ("auto", *ZIGZAG_BACKENDS) and has_zigzag_kernel(run.model):
+        divides = packing.tokens_per_pack % chunks == 0
+        aligned = (packing.pad_packed_seq_alignment or chunks) % chunks == 0
+        fitting += ["zigzag"] * (divides and aligned)
+    return tuple(fitting)
 
 
 def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
@@ -368,6 +381,8 @@ def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
         )
     options = ("context_parallel_size", "cp_comm_type", "cp_partition_mode")
     if not sound(*(f"parallel.{name}" for name in options)) or not parallel.exchanges_keys:
+        return
+    if parallel.chooses_partition and partitions_that_fit(run):
         return
     fitting = ZIGZAG_BACKENDS if parallel.uses_zigzag else CONTIGUOUS_BACKENDS
     mode = f"--cp-partition-mode {parallel.cp_partition_mode}"

@@ -29,7 +29,13 @@ from megatron_packed.config.options import Field
 from megatron_packed.config.parser.launcher import report_to_launcher, wait_for_rank_0
 from megatron_packed.config.parser.precedence import ADAPTERS, GivenOptions, gather
 from megatron_packed.config.path_checks import path_problems
-from megatron_packed.config.run import SECTIONS, RunConfig, every_field, unchecked_run
+from megatron_packed.config.run import (
+    SECTIONS,
+    RunConfig,
+    every_field,
+    settle_partition,
+    unchecked_run,
+)
 from megatron_packed.config.section import problems_of, unchecked
 from megatron_packed.config.sections.checkpoint import saving_rules
 from megatron_packed.config.sections.memory import forced_buffers
@@ -292,6 +298,7 @@ def _resolve(
 
             problems = with_stored_cure(options, problems)
         raise ConfigError(dict.fromkeys(problems))
+    settle_partition(run)
     sources = {field.key: _origin(options, run, field) for field in every_field()}
     object.__setattr__(run, "origins", sources)
     always, accepted = {}, {}

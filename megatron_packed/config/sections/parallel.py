@@ -46,6 +46,8 @@ AXIS_SIZES = (
 REPLICA_SIZES = ("tensor_model_parallel_size", "context_parallel_size", *NOT_BUILT)
 """Axes whose ranks share the work on one pack."""
 
+BY_LENGTHS = "auto"
+"""Value of ``--cp-partition-mode`` with which the lengths of documents decide."""
 HEADS_IN_PARTS = Condition(
     "no layer exchanges heads in more than one part",
     lambda run, processes: max(parts_of_layers(run).values(), default=1) != 1,
@@ -97,11 +99,12 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         only_if=CONTEXT_PARALLEL,
     )
     cp_partition_mode: str = option(
-        "zigzag",
+        BY_LENGTHS,
         "Tokens of a context-parallel rank in attention that exchanges keys and values. With zigzag "
         "the ranks have equal work, and each document is padded, see --pad-packed-seq-alignment. "
-        "With contiguous no document is padded; heads of 256 and attention windows work too.",
-        choices=("zigzag", "contiguous"),
+        "With contiguous no document is padded; heads of 256 and attention windows work too. auto "
+        "chooses by the lengths of the documents, and says why.",
+        choices=(BY_LENGTHS, "zigzag", "contiguous"),
         only_if=(CONTEXT_PARALLEL, KEYS_BETWEEN_RANKS),
     )
     cp_comm_overlap_parts: int = option(
@@ -194,6 +197,11 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
         return self.context_parallel_size > 1 and self.cp_comm_type != "a2a"
 
     @property
+    def chooses_partition(self) -> bool:
+        """Return whether the partition of attention is still to be chosen. It counts as contiguous."""
+        return self.exchanges_keys and self.cp_partition_mode == BY_LENGTHS
+
+    @property
     def uses_zigzag(self) -> bool:
         """Return whether the rows of a rank in attention are a zigzag."""
         return self.exchanges_keys and self.cp_partition_mode == "zigzag"
@@ -206,7 +214,8 @@ class ParallelConfig(  # dataclass fields follow the bases from right to left
     @property
     def attention_exchange(self) -> str:
         """Words for the exchange of context-parallel attention."""
-        return self.cp_comm_type + " of contiguous rows" * self.has_keys_in_order
+        rows = " of contiguous rows" * self.has_keys_in_order
+        return self.cp_comm_type + rows + " or of a zigzag" * self.chooses_partition
 
     @property
     def ranks_per_row(self) -> int:

@@ -27,7 +27,7 @@ from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.models.equal_exchanges import exchange_bytes
 from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
-from megatron_packed.models.estimate.rows_of_ranks import RowsOfRanks
+from megatron_packed.models.estimate.rows_of_ranks import RowsOfRanks, rows_of_ranks
 from megatron_packed.models.estimate.step_memory import KnownUnits, Work
 from megatron_packed.models.estimate.step_time import StepTime, owned_layout, step_time
 from megatron_packed.models.flops import FlopCounter
@@ -332,6 +332,10 @@ class StepWork:
     def total(self) -> float:
         return sum(self.flops.values())
 
+    @property
+    def attention_share(self) -> float:
+        return self.flops["attention"] / self.total
+
 
 def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
     """Return the work of a step whose packs are full.
@@ -364,17 +368,8 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         multiplied_parameters=counter.parameters.multiplied,
         multiplied_frozen=counter.parameters.multiplied_frozen,
         repeated=counter.repeated_work(tokens),
-        rows_of_ranks=_rows_of_ranks(config, pieces, flops.attention / flops.total),
+        rows_of_ranks=rows_of_ranks(config, pieces, flops.attention / flops.total),
     )
-
-
-def _rows_of_ranks(config: RunConfig, pieces: Lengths, attention: float) -> RowsOfRanks | None:
-    windows = config.model.attention_windows
-    if not config.parallel.exchanges_keys or not windows:
-        return None
-    widest = None if None in windows else max(window or 0 for window in windows)
-    tokens, ranks = config.packing.tokens_per_pack, config.parallel.context_parallel_size
-    return RowsOfRanks.for_documents(pieces, tokens, ranks, widest, attention=attention)
 
 
 def documents_in_pack(config: RunConfig, work: StepWork) -> int:

@@ -158,7 +158,8 @@ def test_partitions_of_a_pack_are_compared(capsys, tmp_path):
     found = work["rows_of_ranks"]
     assert found["zigzag_padding"] == pytest.approx(3 / 9) and found["slowest_contiguous"] > 1
     share = work["flops"]["attention"] / sum(work["flops"].values())
-    assert found["contiguous_flops"] == pytest.approx((found["slowest_contiguous"] - 1) * share)
+    slowest = found["slowest_contiguous"]  # of packs that are almost full
+    assert found["contiguous_flops"] == pytest.approx((slowest - 1) * share, rel=0.02)
     assert plan(capsys, *words, "--cp-comm-type", "a2a")["step"]["rows_of_ranks"] is None
     assert main(["plan", *map(str, words), "--cp-comm-type", "p2p"]) == 0
     assert "a zigzag pads these documents by 33.3 % of their tokens" in capsys.readouterr().out

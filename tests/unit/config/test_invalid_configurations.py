@@ -88,8 +88,11 @@ INVALID = {
     "--attention-dropout 0.5 --hybrid-layer-pattern M-": {
         "--attention-dropout": "is not supported"
     },
-    "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flash": (
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode zigzag --attention-backend flash": (
         "give auto, transformer_engine or reference, or --cp-comm-type a2a"
+    ),
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flex": (
+        "give auto, flash_attn_4, flash_attn_2 or reference, or --cp-comm-type a2a"
     ),
     "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode contiguous --attention-backend flex": (
         "give auto, flash_attn_4, flash_attn_2 or reference, or --cp-comm-type a2a"
@@ -397,11 +400,12 @@ INVALID = {
     "^3 --context-parallel-size 3 --hybrid-layer-pattern *- --seq-length 126": {
         "--context-parallel-size": "or give --cp-comm-type p2p"
     },
-    "^8 --context-parallel-size 8 --cp-comm-type p2p --hybrid-layer-pattern - --pad-packed-seq-alignment 8": (
-        "p2p choose from 16, 32, 64, 128"
-    ),
+    (
+        "^8 --context-parallel-size 8 --cp-comm-type p2p --cp-partition-mode zigzag "
+        "--hybrid-layer-pattern - --pad-packed-seq-alignment 8"
+    ): ("p2p choose from 16, 32, 64, 128"),
     "--pad-packed-seq-alignment 5": "choose from 1, 2, 4, 8",
-    "^2 --context-parallel-size 2 --cp-comm-type p2p --seq-length 126": {
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode zigzag --seq-length 126": {
         "--cp-comm-type": "--cp-partition-mode contiguous, or a --seq-length that is a multiple of 4"
     },
     "^4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 126": {

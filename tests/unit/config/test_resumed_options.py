@@ -8,6 +8,7 @@ from megatron_packed.config.parser.parse import parse
 from megatron_packed.config.resumed_options import (
     implied_keys,
     packs_as_stored,
+    partition_as_stored,
     sums_as_stored,
     with_implied,
 )
@@ -110,6 +111,43 @@ def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) ->
     without = parse(argv_of(right, "--hybrid-layer-pattern * --context-parallel-size 2"), 2)
     for run, processes in ((given, 2), (alone, 1), (without, 2)):
         assert sums_as_stored(run, stored, processes) == (run, [])
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "flags", "mode"),
+    [
+        ({}, "", "zigzag"),  # saved before the option existed
+        ({"cp_partition_mode": "zigzag"}, "", "zigzag"),
+        ({"cp_partition_mode": "contiguous"}, "", "contiguous"),
+        ({"cp_partition_mode": "auto", "cp_comm_type": "a2a"}, "", "contiguous"),
+        ({"context_parallel_size": 1}, "", "contiguous"),
+        ({"context_parallel_size": 4}, "", "auto"),  # neither keeps an alignment of 8
+        ({"context_parallel_size": 4}, "--pad-packed-seq-alignment 8", "zigzag"),
+        ({"cp_partition_mode": "contiguous"}, "--cp-partition-mode zigzag", "zigzag"),
+    ],
+)
+def test_a_resumed_run_chooses_the_partition_of_its_packs(
+    right, of_checkpoint, flags, mode
+) -> None:
+    exchange = "--hybrid-layer-pattern *- --context-parallel-size 2 --cp-comm-type p2p"
+    config = parse(argv_of(right, f"{exchange} {flags}"), 2)
+    stored = to_dict(config)
+    del stored["parallel"]["cp_partition_mode"]
+    stored["parallel"] |= of_checkpoint
+    kept, said = partition_as_stored(config, stored)
+    assert kept.parallel.cp_partition_mode == mode
+    assert said == [f"--cp-partition-mode {mode}"] * config.parallel.chooses_partition * (
+        mode != "auto"
+    )
+
+
+@pytest.mark.parametrize("mode", ["zigzag", "contiguous"])
+def test_a_given_alignment_keeps_the_partition_of_the_checkpoint(right, mode) -> None:
+    exchange = "--hybrid-layer-pattern *- --context-parallel-size 2 --cp-comm-type p2p"
+    config = parse(argv_of(right, f"{exchange} --pad-packed-seq-alignment 8"), 2)
+    stored = to_dict(config)
+    stored["parallel"]["cp_partition_mode"] = mode
+    assert partition_as_stored(config, stored)[0].parallel.cp_partition_mode == mode
 
 
 def test_what_is_given_counts(argv) -> None:

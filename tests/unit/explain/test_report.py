@@ -196,7 +196,10 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     reason = "the tokens of each pack are split over 2 ranks, by a2a"
     heads = ("--mamba-cp-comm-type", "heads")
     assert said(*heads)["context parallelism"].detail == reason
-    ring = said("--cp-comm-type", "p2p", *heads)
+    zigzag = ("--cp-comm-type", "p2p", "--cp-partition-mode", "zigzag")
+    chosen = said("--cp-comm-type", "p2p", *heads)["context parallelism"].detail
+    assert chosen.endswith("over 2 ranks, by p2p of contiguous rows or of a zigzag")
+    ring = said(*zigzag, *heads)
     assert ring["context parallelism"].detail.endswith(
         "by p2p; documents start at multiples of 4 tokens"
     )
@@ -205,7 +208,7 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     delta = ("--hybrid-layer-pattern", "MG*E", "--linear-num-key-heads", "1", "--linear-cp-mode")
     passed = said(*delta, "chunkwise", *heads)["context parallelism"].detail
     assert passed == f"{reason}; gated delta net layers pass states"
-    moved = said("--cp-comm-type", "p2p")
+    moved = said(*zigzag)
     assert moved["context parallelism"].detail.endswith(
         "pass states, and all-to-alls reorder the rows of attention"
     )

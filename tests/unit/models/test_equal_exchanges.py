@@ -30,6 +30,7 @@ SHAPE = """--hybrid-layer-pattern M-*E --hidden-size 256 --num-attention-heads 4
     --moe-token-dispatcher-type alltoall"""
 RUN = "--train-iters 1 --lr 1e-3 --mock-data"
 CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
+ZIGZAG = "--cp-comm-type p2p --cp-partition-mode zigzag"
 BOUNDED = f"{EP2} --moe-expert-rank-capacity-factor 1.5"
 GRAPHS = "--cuda-graph-impl local"
 FORCED, AUTO = (f"--all-to-all-backend {name}" for name in ("symmetric_memory", "auto"))
@@ -50,11 +51,9 @@ def config_of(flags: str) -> RunConfig:
         (f"{BOUNDED} --moe-token-dispatcher-type allgather", {}),
         (CP2, {"cp": 2}),
         (f"{CP2} {BOUNDED}", {"cp": 2, "ep": 2}),
-        (f"{CP2} --cp-comm-type p2p --mamba-cp-comm-type state", {"cp": 2}),
-        (
-            f"{CP2} --cp-comm-type p2p --hybrid-layer-pattern *GE --linear-cp-mode chunkwise",
-            {"cp": 2},
-        ),
+        (f"{CP2} {ZIGZAG} --mamba-cp-comm-type state", {"cp": 2}),
+        (f"{CP2} {ZIGZAG} --hybrid-layer-pattern *GE --linear-cp-mode chunkwise", {"cp": 2}),
+        (f"{CP2} --cp-comm-type p2p --cp-partition-mode contiguous", {}),
         (f"{CP2} --hybrid-layer-pattern GE --linear-cp-mode chunkwise", {}),
         (f"{CP2} --cp-comm-type p2p --hybrid-layer-pattern *-*E", {}),
     ],

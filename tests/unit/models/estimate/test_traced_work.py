@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import PlannedExchange
 from megatron_packed.models.estimate import step_memory
 from megatron_packed.models.estimate.gpu_rates import measured_rates
-from megatron_packed.models.estimate.rows_of_ranks import RowsOfRanks, slowest_rank
+from megatron_packed.models.estimate.rows_of_ranks import (
+    RowsOfRanks,
+    choose_partition,
+    slowest_rank,
+)
 from megatron_packed.models.estimate.step_memory import MetaStep, Work
 from megatron_packed.models.estimate.step_time import KernelTimes
 from megatron_packed.models.estimate.traced_work import (
@@ -181,6 +185,37 @@ def test_each_partition_has_its_cost() -> None:
     )
     assert (long.cheaper, short.cheaper) == ("zigzag", "contiguous")
     assert short.zigzag_padding == 8 / 16 and short.slowest_contiguous < 1.3
+
+
+@pytest.mark.parametrize(
+    ("flags", "lengths", "mode"),
+    [
+        ("", [64] * 8, "zigzag"),
+        ("", [7, 9] * 40, "contiguous"),
+        ("", [37] * 8, "contiguous"),
+        ("--pad-packed-seq-alignment 8", [37] * 8, "zigzag"),  # which are padded anyway
+        ("--window-size 16,0", [64] * 8, "contiguous"),
+        ("--kv-channels 256", [64] * 8, "contiguous"),
+        ("--attention-backend flash_attn_4", [64] * 8, "contiguous"),
+        ("--attention-backend transformer_engine", [7, 9] * 40, "zigzag"),
+        ("--transformer-impl transformer_engine", [7, 9] * 40, "zigzag"),
+        ("--cp-partition-mode zigzag", [7, 9] * 40, "zigzag"),
+        ("--cp-partition-mode contiguous", [64] * 8, "contiguous"),
+        ("--cp-comm-type a2a", [64] * 8, "auto"),
+        ("--seq-length 66", [66] * 8, "contiguous"),  # not a multiple of 4
+    ],
+)
+def test_lengths_choose_the_partition_where_both_fit(
+    flags: str, lengths: list[int], mode: str
+) -> None:
+    exchange = "--context-parallel-size 2 --cp-comm-type p2p --seq-length 64"
+    words = f"--hybrid-layer-pattern * --normalization RMSNorm --bf16 {exchange} {flags}".split()
+    words = [*FLAGS, *words, "--device", "auto"]
+    config = parse_with_sources(words, 2, on_this_machine=False).config
+    chosen, reason = choose_partition(config, np.array(lengths), lambda: 0.3)
+    assert chosen.parallel.cp_partition_mode == mode
+    assert bool(reason) == config.parallel.chooses_partition
+    assert reason == "" or reason.startswith(f"--cp-partition-mode {mode}: a zigzag pads ")
 
 
 def test_time_of_attention_over_contiguous_rows_is_that_of_the_slowest_rank() -> None:
