@@ -64,7 +64,8 @@ ON_GPU: dict[str, Any] = {
     "seq_length": 512,
 }
 TP2 = {"tensor_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2, "num_attention_heads": 4}
+CP2 = {"context_parallel_size": 2, "num_attention_heads": 4, "mamba_cp_comm_type": "heads"}
+ZIGZAG = {"cp_partition_mode": "zigzag"}
 EP2 = {"expert_model_parallel_size": 2}
 ZERO1 = {"use_distributed_optimizer": True, "ddp_bucket_size": 2000}
 LAYER = {"recompute_granularity": "full", "recompute_num_layers": 1}
@@ -144,8 +145,8 @@ CASES: dict[str, Case] = {
     "TP2": Case(TP2, 2),
     "TP2, sequence parallel": Case({**TP2, "sequence_parallel": True, "hidden_dropout": 0.1}, 2),
     "CP2 a2a": Case(CP2, 2),
-    "CP2 all_gather": Case({**CP2, "cp_comm_type": "all_gather"}, 2),
-    "CP2 p2p": Case({**CP2, "cp_comm_type": "p2p"}, 2),
+    "CP2 all_gather": Case({**CP2, **ZIGZAG, "cp_comm_type": "all_gather"}, 2),
+    "CP2 p2p": Case({**CP2, **ZIGZAG, "cp_comm_type": "p2p"}, 2),
     "EP2 allgather": Case(EP2, 2),
     "EP2 alltoall": Case(
         {
@@ -165,7 +166,9 @@ CASES: dict[str, Case] = {
         {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "bf16": True}, 2
     ),
     "DP2 graphs full_iteration": Case({**ZERO1, "cuda_graph_impl": "full_iteration"}, 2),
-    "TP2 x CP2 p2p": Case({**TP2, **CP2, "sequence_parallel": True, "cp_comm_type": "p2p"}, 4),
+    "TP2 x CP2 p2p": Case(
+        {**TP2, **CP2, **ZIGZAG, "sequence_parallel": True, "cp_comm_type": "p2p"}, 4
+    ),
     "TP2 x CP2 x EP2, recompute": Case(
         {**TP2, **CP2, **EP2, "expert_tensor_parallel_size": 1, **PARTS}, 4
     ),

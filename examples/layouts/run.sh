@@ -14,10 +14,10 @@ case $name in
   tensor-sequence) processes=2 layout=(--tensor-model-parallel-size 2 --sequence-parallel) ;;
   # two replicas of two processes; each replica updates half of the weights
   tensor-data) processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer) ;;
-  # two processes share the tokens of each pack, and exchange heads for attention and Mamba layers
+  # two processes share the tokens of each pack, exchange heads for attention, and pass the states of Mamba layers
   context) processes=2 layout=(--context-parallel-size 2) ;;
   # keys and values pass around a ring; documents are padded to multiples of 4, so the packs differ
-  context-ring) processes=2 layout=(--context-parallel-size 2 --cp-comm-type p2p) ;;
+  context-ring) processes=2 layout=(--context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode zigzag) ;;
   # two processes share each matrix, and two such pairs share each pack
   tensor-context)
     processes=4 layout=(--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2)
