@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
-from functools import partial
 
 from megatron_packed.cli.command import command, input_failures, show
 from megatron_packed.config.parser.parse import parse_or_exit
@@ -41,15 +40,13 @@ def packing_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> 
     from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
-    from megatron_packed.models.estimate.rows_of_ranks import attention_share, choose_partition
+    from megatron_packed.models.estimate.run_estimate import with_partition
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)
         entries = vocabulary(tokenizer, config.model.vocab_size)
         documents = open_run_documents(config, tokenizer)
-        lengths = documents.train.lengths
-        share = partial(attention_share, config, entries, lengths)
-        config, _ = choose_partition(config, lengths, share)
+        config, _ = with_partition(config, entries, documents.train.lengths)
         plans = plan_data(config, documents, show_progress=True)
     if arguments.json:
         evaluations = {name: plan.pieces.as_dict() for name, plan in plans.evaluations.items()}

@@ -110,8 +110,11 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     reason = reason_without_rates(config, world_size, arguments.gpu)
     if arguments.search and reason:
         raise UsageError(f"--search orders layouts by time. {reason}{_cure_of_search(arguments)}")
-    from megatron_packed.models.estimate.rows_of_ranks import choose_partition
-    from megatron_packed.models.estimate.run_estimate import documents_in_pack, step_work
+    from megatron_packed.models.estimate.run_estimate import (
+        documents_in_pack,
+        step_work,
+        with_partition,
+    )
     from megatron_packed.ops.backend_dispatch import complete_machine
 
     gpu = peak_of_named(arguments.gpu)
@@ -120,7 +123,7 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
-    config, _ = choose_partition(config, lengths, lambda: work.attention_share)
+    config, _ = with_partition(config, vocab_size, lengths)
     run = RunToPlan(
         config=config,
         world_size=world_size,
@@ -415,7 +418,7 @@ def _partition_lines(work: StepWork, config: RunConfig) -> list[str]:
     return [
         f"--cp-partition-mode: a zigzag pads these documents by {100 * rows.zigzag_padding:.1f} % of their tokens; "
         f"with contiguous rows {slowest}, {100 * rows.contiguous_flops:.1f} % more FLOPs. "
-        f"auto takes {rows.cheaper}."
+        f"This run takes {config.parallel.cp_partition_mode}."
     ]
 
 

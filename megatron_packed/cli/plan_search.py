@@ -115,6 +115,7 @@ def search_command(
     from megatron_packed.models.estimate.run_estimate import pieces_of_documents
 
     begun = perf_counter()
+    pieces = pieces_of_documents(run.config, run.lengths)
     other = OtherOptions(run_flags, run.world_size)
     memory = run.config.memory
     chosen = memory.recompute_granularity is not None or memory.offloads
@@ -123,14 +124,14 @@ def search_command(
         config = other.configure(options)
         if config is None:
             return None
-        return choose_partition(config, run.lengths, lambda: run.work.attention_share)[0]
+        return choose_partition(config, pieces, lambda: run.work.attention_share)[0]
 
     search = LayoutSearch(
         configure,
         world_size=run.world_size,
         vocab_size=run.vocab_size,
         documents=run.documents,
-        lengths=pieces_of_documents(run.config, run.lengths),
+        lengths=pieces,
         rates=measured_rates()[gpu[0].upper()],
         limit=run.limit,
         memory_options=LEAST_MEMORY_LAST[:1] if chosen else LEAST_MEMORY_LAST,

@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -265,13 +264,14 @@ def _packed(
         apply_environment(config.training)  # must precede the import of torch, as in a run
     from megatron_packed.data.packing.packer import METHODS, Packer
     from megatron_packed.data.packing.sizing import Packing
+    from megatron_packed.models.estimate.run_estimate import with_partition
 
     if on_this_machine:
         config, lengths, pieces, cut = _tokenized(config)
     else:
         lengths = read_numbers("--lengths", arguments.lengths)
         # Without a vocabulary, the output layer has no share of the work.
-        config = _with_partition(config, config.model.vocab_size or 1, lengths)
+        config, _ = with_partition(config, config.model.vocab_size or 1, lengths)
         cut = _cut(config, lengths)
         pieces = cut.length
     packing = config.packing
@@ -293,15 +293,6 @@ def _packed(
     return config, cut, lengths, packings, capped
 
 
-def _with_partition(config: RunConfig, vocab_size: int, lengths: NDArray[np.int64]) -> RunConfig:
-    """Return the configuration with the partition of attention that a run would choose."""
-    from megatron_packed.models.estimate.rows_of_ranks import attention_share, choose_partition
-
-    return choose_partition(config, lengths, partial(attention_share, config, vocab_size, lengths))[
-        0
-    ]
-
-
 def _tokenized(
     config: RunConfig,
 ) -> tuple[RunConfig, NDArray[np.int64], NDArray[np.int64], Pieces]:
@@ -312,13 +303,14 @@ def _tokenized(
     from megatron_packed.inputs.open_documents import open_run_documents
     from megatron_packed.inputs.plan_packs import plan_data
     from megatron_packed.inputs.stored_files import with_tokenizer
+    from megatron_packed.models.estimate.run_estimate import with_partition
 
     with input_failures():
         config, tokenizer = with_tokenizer(config)
         documents = open_run_documents(config, tokenizer, show=sys.stderr.isatty())
         if config.parallel.chooses_partition:
             entries = vocabulary(tokenizer, config.model.vocab_size)
-            config = _with_partition(config, entries, documents.train.lengths)
+            config, _ = with_partition(config, entries, documents.train.lengths)
         plan = plan_data(replace(config, cuda_graph=CudaGraphConfig()), documents).train
     lengths = plan.pieces.length
     return (

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds.attention import partitions_that_fit
 from megatron_packed.config.options import Field, Stored
 from megatron_packed.config.run import RunConfig, every_field, stored_values
 from megatron_packed.config.section import section_fields
@@ -124,7 +123,8 @@ def partition_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, l
 
     That of the checkpoint comes first, because it also keeps the order of sums.
     """
-    if not config.parallel.chooses_partition:
+    given = config.is_given("parallel.cp_partition_mode")
+    if not config.parallel.exchanges_keys or (given and not config.parallel.chooses_partition):
         return config, []
     parallel = stored.get("parallel", {})
     mode = parallel.get("cp_partition_mode", "zigzag")  # before the option there was no other
@@ -132,11 +132,14 @@ def partition_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, l
     exchanges_keys = ranks > 1 and parallel.get("cp_comm_type", "a2a") != "a2a"
     chunks = 2 * ranks if exchanges_keys and mode == "zigzag" else 1
     alignment = stored.get("packing", {}).get("pad_packed_seq_alignment") or chunks
-    fitting = partitions_that_fit(config)
-    for fits in sorted(fitting, key=lambda one: one != mode):
-        kept = replace(config, parallel=replace(config.parallel, cp_partition_mode=fits))
+    for fits in sorted(("contiguous", "zigzag"), key=lambda one: one != mode):
+        try:
+            kept = replace(config, parallel=replace(config.parallel, cp_partition_mode=fits))
+        except ConfigError:
+            continue
         if kept.document_alignment == alignment:
-            return kept, [f"--cp-partition-mode {fits}"]
+            changed = kept.parallel != config.parallel
+            return kept, [f"--cp-partition-mode {fits}"] * changed
     return config, []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ from megatron_packed.config.kernel_options import (
     named_kernels,
     not_fast,
 )
+from megatron_packed.config.kinds.attention import partitions_that_fit
 from megatron_packed.config.kinds.layer_kind import KINDS
 from megatron_packed.config.optional_packages import is_installed, package_of_kernel
 from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.collectives import all_gather_json
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.explain.capability import OFF, ON, PARTIAL, WIDTH, Capability, row
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.layers.transformer_impl import (
@@ -295,6 +299,29 @@ def kernel_row(kernel: Kernel, device: torch.device) -> Capability:
         (why, PARTIAL, f"{name}; {why}", cure),
         (True, ON, f"{name}, the fastest backend{kernel.remark}"),
     )
+
+
+def with_usable_partition(config: RunConfig, groups: ParallelGroups) -> RunConfig:
+    """Return the configuration with the partition of attention that alone has a kernel on all ranks,
+    if the run may choose one. A collective.
+
+    On a GPU, a partition with a plain kernel is taken only if no other one has a faster kernel.
+    """
+    if not config.parallel.chooses_partition:
+        return config
+    quality = {}
+    for mode in partitions_that_fit(config):
+        parallel = replace(config.parallel, cp_partition_mode=mode)
+        kernels = requested_kernels(replace(config, parallel=parallel), groups.device)
+        attention = [kernel for kernel in kernels if kernel.label == LABELS["varlen_attention"]]
+        plain = groups.device.type == "cuda" and any(kernel.is_plain for kernel in attention)
+        quality[mode] = 0 if any(kernel.problem for kernel in attention) else 2 - plain
+    of_ranks = all_gather_json(quality, groups)
+    least = {mode: min(of_rank.get(mode, 0) for of_rank in of_ranks) for mode in quality}
+    best = [mode for mode, found in least.items() if found == max(least.values())]
+    if len(best) != 1:
+        return config
+    return replace(config, parallel=replace(config.parallel, cp_partition_mode=best[0]))
 
 
 def kernel_names(config: RunConfig, kernels: Sequence[Kernel]) -> dict[str, str]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from megatron_packed.checkpoint.run_metadata import DataHashes
@@ -185,11 +184,9 @@ def build_data(
     tokenizer_hash = _closed(tokenizer)
     _say_documents(config, documents, say)
     if config.parallel.chooses_partition:
-        from megatron_packed.models.estimate.rows_of_ranks import attention_share, choose_partition
+        from megatron_packed.models.estimate.run_estimate import with_partition
 
-        lengths = documents.train.lengths
-        share = partial(attention_share, config, vocab_size, lengths)
-        config, reason = choose_partition(config, lengths, share)
+        config, reason = with_partition(config, vocab_size, documents.train.lengths)
         if reason:
             say(reason)
     cost = pack_cost(config, vocab_size)  # packs are distributed over ranks by their cost

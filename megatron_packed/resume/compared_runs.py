@@ -225,14 +225,14 @@ def resumed_options(
     lines = [
         f"options taken from the checkpoint, so that sums keep their order: {' '.join(flags)}"
     ] * bool(flags)
+    config, flags = partition_as_stored(config, resumed.options)
     if not resumed.has_new_packs:
-        config, flags = packs_as_stored(config, resumed.options)
-        config, partition = partition_as_stored(config, resumed.options)
-        flags += partition
-        if flags:
-            lines.append(
-                f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
-            )
+        config, of_packs = packs_as_stored(config, resumed.options)
+        flags += of_packs
+    if flags:
+        lines.append(
+            f"options taken from the checkpoint, so that packs do not change: {' '.join(flags)}"
+        )
     if takes_schedule(config):
         if "optim" not in resumed.options:
             raise CheckpointMismatchError(

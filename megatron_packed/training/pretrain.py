@@ -24,7 +24,11 @@ from megatron_packed.distributed.failure_watch import FailureWatch
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.hang_detection import UNWATCHED, HangDetector
 from megatron_packed.distributed.rng import seed_all
-from megatron_packed.explain.kernel_reasons import check_implementation, check_kernels
+from megatron_packed.explain.kernel_reasons import (
+    check_implementation,
+    check_kernels,
+    with_usable_partition,
+)
 from megatron_packed.explain.run_description import describe, name_kernels
 from megatron_packed.inputs.plan_packs import with_epochs
 from megatron_packed.inputs.run_data import RunData, build_data, most_documents
@@ -200,13 +204,14 @@ def _check_and_train(launch: Launch) -> ExitCode:
         from megatron_packed.distributed.same_flags import check_same_flags
 
         check_same_flags(config, groups)
+    config = with_usable_partition(config, groups)
     check_kernels(config, groups.device)
     if config.model.has_adapters and not any(config.checkpoint.starts):
         from megatron_packed.resume.restore import refuse_random_base
 
         refuse_random_base(config)
     launch.outputs.claim(config, groups)
-    exit_code = _train(launch)
+    exit_code = _train(replace(launch, config=config))
     barrier(groups)  # if another rank fails now, this rank ends here, too
     return exit_code
 

@@ -346,6 +346,15 @@ def has_zigzag_kernel(model: ModelConfig) -> bool:
     return fits and model.attention_windows == (None,)
 
 
+_OF_PARTITIONS = (
+    *(f"model.{name}" for name in ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")),
+    *(f"model.{name}" for name in ("kv_channels", "window_size", "window_attn_skip_freq")),
+    *(f"packing.{name}" for name in ("seq_length", "micro_batch_size", "pad_packed_seq_alignment")),
+    "training.transformer_impl",
+)
+"""Options that decide which partitions of attention fit."""
+
+
 def partitions_that_fit(run: RunConfig) -> tuple[str, ...]:
     """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes."""
     backend, packing = run.training.attention_backend, run.packing
@@ -382,8 +391,12 @@ def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     options = ("context_parallel_size", "cp_comm_type", "cp_partition_mode")
     if not sound(*(f"parallel.{name}" for name in options)) or not parallel.exchanges_keys:
         return
-    if parallel.chooses_partition and partitions_that_fit(run):
-        return
+    if parallel.chooses_partition:
+        try:
+            if not sound(*_OF_PARTITIONS) or partitions_that_fit(run):
+                return
+        except ValueError:
+            return  # the rules of the window name its fault
     fitting = ZIGZAG_BACKENDS if parallel.uses_zigzag else CONTIGUOUS_BACKENDS
     mode = f"--cp-partition-mode {parallel.cp_partition_mode}"
     fitting_words = f"{', '.join(('auto', *fitting[:-1]))} or {fitting[-1]}"

@@ -19,7 +19,7 @@ AUTO, NCCL, SYMMETRIC_MEMORY = "auto", "nccl", "symmetric_memory"
 
 EQUAL_PARTS = Condition(
     "no all-to-all has parts of equal, static sizes",
-    lambda run, processes: bool(exchanges_of_run(run)),
+    lambda run, processes: bool(exchanges_of_run(run)) or run.parallel.chooses_partition,
 )
 
 

@@ -17,7 +17,7 @@ from megatron_packed.config.kinds.attention import partitions_that_fit
 from megatron_packed.config.run import RunConfig
 from megatron_packed.models.flops import FlopCounter, visible_pairs
 
-_PACKS_TO_COMPARE = 32
+_PACKS_TO_COMPARE, _DOCUMENTS_TO_COMPARE = 32, 20_000
 _ZIGZAG_BESIDE_PADDING = 0.047
 """Share of a step that a zigzag costs without any padding.
 
@@ -102,19 +102,20 @@ def _pairs_of_ranks(
 ) -> tuple[float, float]:
     """Return the mean over packs of the visible pairs of the slowest rank, and of a usual rank."""
     random = np.random.default_rng(0)
-    enough = int((_PACKS_TO_COMPARE + 1) * tokens / lengths.mean()) + 1
+    per_pack = tokens / lengths.mean()
+    count = int(min(max(_DOCUMENTS_TO_COMPARE / per_pack, 1), _PACKS_TO_COMPARE))
+    drawn = lengths[random.integers(0, lengths.size, int((count + 1) * per_pack) + 1)]
     packs: list[NDArray[np.float64]] = []
     seen_T, filled = np.zeros(tokens), 0
-    for length in lengths[random.integers(0, lengths.size, enough)].astype(np.int64):
+    for length in drawn.astype(np.int64):
         if filled + length > tokens:
-            packs.append(seen_T)
+            packs.append(seen_T.reshape(ranks, -1).sum(axis=1))
             seen_T, filled = np.zeros(tokens), 0
         seen = np.arange(length) + 0.5
         seen_T[filled : filled + length] = seen if window is None else np.minimum(seen, window)
         filled += length
     # The last pack may not be full, so it counts only if it is the only one.
-    pairs = np.stack(packs[:_PACKS_TO_COMPARE] or [seen_T]).reshape(-1, ranks, tokens // ranks)
-    pairs_PR = pairs.sum(axis=2)
+    pairs_PR = np.stack(packs[:count] or [seen_T.reshape(ranks, -1).sum(axis=1)])
     return float(pairs_PR.max(axis=1).mean()), float(pairs_PR.mean())
 
 
@@ -146,13 +147,13 @@ def choose_partition(
     The sentence is empty if there is nothing to choose.
 
     Args:
-        lengths: tokens of the documents.
+        lengths: tokens of the documents' pieces.
         attention: returns the share of attention scores in the FLOPs of a step (`attention_share`).
     """
-    if not config.parallel.chooses_partition or not config.model.attention_windows:
+    may_choose = config.parallel.chooses_partition and config.model.attention_windows
+    if not may_choose or not lengths.size:
         return config, ""
-    pieces = np.minimum(lengths, config.packing.max_document_length).astype(np.int64)
-    rows = rows_of_ranks(config, pieces, attention())
+    rows = rows_of_ranks(config, lengths, attention())
     assert rows is not None, "the layers of the model exchange keys and values"
     fitting = partitions_that_fit(config)
     chosen = rows.cheaper if rows.cheaper in fitting else fitting[0]
@@ -168,8 +169,7 @@ def attention_share(config: RunConfig, vocab_size: int, lengths: NDArray[np.int6
     """Return the share of attention scores in the FLOPs of forward and backward.
 
     Args:
-        lengths: tokens of the documents.
+        lengths: tokens of the documents' pieces.
     """
-    pieces = np.minimum(lengths, config.packing.max_document_length)
-    flops = FlopCounter(config.model, vocab_size).training(pieces)
+    flops = FlopCounter(config.model, vocab_size).training(lengths)
     return flops.attention / flops.total

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -27,7 +28,12 @@ from megatron_packed.distributed.gradient_precision import GradientPrecision
 from megatron_packed.models.equal_exchanges import exchange_bytes
 from megatron_packed.models.estimate.gpu_rates import measured_rates
 from megatron_packed.models.estimate.rank_memory import Estimate, communicators_of, estimate
-from megatron_packed.models.estimate.rows_of_ranks import RowsOfRanks, rows_of_ranks
+from megatron_packed.models.estimate.rows_of_ranks import (
+    RowsOfRanks,
+    attention_share,
+    choose_partition,
+    rows_of_ranks,
+)
 from megatron_packed.models.estimate.step_memory import KnownUnits, Work
 from megatron_packed.models.estimate.step_time import StepTime, owned_layout, step_time
 from megatron_packed.models.flops import FlopCounter
@@ -148,6 +154,19 @@ def pieces_of_documents(config: RunConfig, lengths: Lengths) -> Lengths:
     """Return the tokens of the pieces in which documents of these lengths are packed."""
     packing = config.packing
     return Pieces.cut(lengths, packing.max_document_length, packing.overlong_policy).length
+
+
+def with_partition(config: RunConfig, vocab_size: int, lengths: Lengths) -> tuple[RunConfig, str]:
+    """Return the configuration with the partition that these documents choose, and a sentence that
+    says why; see `choose_partition`.
+    """
+    if not config.parallel.chooses_partition:
+        return config, ""
+    try:
+        pieces = pieces_of_documents(config, lengths)
+    except ValueError:
+        return config, ""  # the packer refuses the documents
+    return choose_partition(config, pieces, partial(attention_share, config, vocab_size, pieces))
 
 
 def usual(ranks: Mapping[str, Estimate]) -> Estimate:

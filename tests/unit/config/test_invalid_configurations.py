@@ -91,6 +91,11 @@ INVALID = {
     "^2 --context-parallel-size 2 --cp-comm-type p2p --cp-partition-mode zigzag --attention-backend flash": (
         "give auto, transformer_engine or reference, or --cp-comm-type a2a"
     ),
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --window-size foo": {"--window-size": "foo"},
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --window-size 8,0 --window-attn-skip-freq foo": {
+        "--window-attn-skip-freq": "give a number, or a list"
+    },
+    "^2 --context-parallel-size 2 --cp-comm-type p2p --seq-length abc": {"--seq-length": "abc"},
     "^2 --context-parallel-size 2 --cp-comm-type p2p --attention-backend flex": (
         "give auto, flash_attn_4, flash_attn_2 or reference, or --cp-comm-type a2a"
     ),

@@ -124,6 +124,10 @@ def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) ->
         ({"context_parallel_size": 4}, "", "auto"),  # neither keeps an alignment of 8
         ({"context_parallel_size": 4}, "--pad-packed-seq-alignment 8", "zigzag"),
         ({"cp_partition_mode": "contiguous"}, "--cp-partition-mode zigzag", "zigzag"),
+        # One partition fits kernels of GPUs, but the packs are those of the other.
+        ({"cp_partition_mode": "zigzag"}, "--window-size 8,0", "zigzag"),
+        ({"cp_partition_mode": "zigzag"}, "--kv-channels 4", "zigzag"),
+        ({"cp_partition_mode": "contiguous"}, "--kv-channels 4", "contiguous"),
     ],
 )
 def test_a_resumed_run_chooses_the_partition_of_its_packs(
@@ -136,9 +140,8 @@ def test_a_resumed_run_chooses_the_partition_of_its_packs(
     stored["parallel"] |= of_checkpoint
     kept, said = partition_as_stored(config, stored)
     assert kept.parallel.cp_partition_mode == mode
-    assert said == [f"--cp-partition-mode {mode}"] * config.parallel.chooses_partition * (
-        mode != "auto"
-    )
+    changed = config.parallel.cp_partition_mode != mode
+    assert said == [f"--cp-partition-mode {mode}"] * changed
 
 
 @pytest.mark.parametrize("mode", ["zigzag", "contiguous"])

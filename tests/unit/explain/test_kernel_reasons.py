@@ -14,6 +14,7 @@ from megatron_packed.config.errors import ConfigError
 from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.kernel_options import ON_ANY_DEVICE, PLAIN
 from megatron_packed.config.run import RunConfig
+from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.explain import kernel_reasons, run_description
 from megatron_packed.explain.kernel_reasons import (
     LABELS,
@@ -25,6 +26,7 @@ from megatron_packed.explain.kernel_reasons import (
     kernel_names,
     kernel_row,
     slow_kernel_warnings,
+    with_usable_partition,
 )
 from megatron_packed.explain.op_requests import op_requests, served_by
 from megatron_packed.inputs.run_data import most_documents
@@ -398,6 +400,29 @@ def test_attention_across_ranks_needs_transformer_engine_on_a_gpu(h200):
         chosen_kernels(config, GPU)
     by_name = replace(config, training=replace(config.training, attention_backend="reference"))
     assert kernel_names(by_name, chosen_kernels(by_name, GPU))["attention"] == "reference (p2p)"
+
+
+WITHOUT_KEYS_IN_ORDER = {
+    *("flash_attn_4", "flash_attn_2", "flex", "torch_varlen"),
+    "megatron_packed.ops.varlen_attention.transformer_engine",
+}
+
+
+@pytest.mark.parametrize(
+    ("missing", "changes", "mode"),
+    [
+        (set(), {}, "auto"),  # both have a kernel, so lengths decide
+        (WITHOUT_KEYS_IN_ORDER, {}, "zigzag"),
+        ({"transformer_engine"}, {}, "contiguous"),
+        ({"transformer_engine"}, {"attention_backend": "reference"}, "auto"),
+    ],
+)
+def test_a_partition_without_a_kernel_is_not_chosen(h200, missing, changes, mode):
+    h200.update(missing)
+    config = config_of("*", ACROSS, bf16=True, device="auto", **changes)
+    config = replace(config, parallel=replace(config.parallel, cp_partition_mode="auto"))
+    found = with_usable_partition(config, ParallelGroups.single(GPU))
+    assert found.parallel.cp_partition_mode == mode
 
 
 def test_factors_are_those_of_the_benchmark():

@@ -12,21 +12,22 @@ from support.kernel_calls import FLAGS
 TP = "--tensor-model-parallel-size 2"
 EP = "--expert-model-parallel-size 2 --num-experts 4"
 CP = "--context-parallel-size 2 --global-batch-size 1"
+ZIGZAG = "--cp-partition-mode zigzag --cp-comm-type"
 LAYOUTS = {
     "one rank": ("M*-EG/*E", 1, "--num-experts 4"),
     "tp2": ("M*-EG", 2, f"{TP} --num-experts 4"),
     "tp2 sp ep2": ("M*-EG", 2, f"{TP} --sequence-parallel {EP} --expert-tensor-parallel-size 1"),
     "cp2 a2a": ("M*-G", 2, CP),
-    "cp2 p2p": ("M*-", 2, f"{CP} --cp-comm-type p2p"),
+    "cp2 p2p": ("M*-", 2, f"{CP} {ZIGZAG} p2p"),
     "cp2 all_gather, states": (
         "M*-",
         2,
-        f"{CP} --cp-comm-type all_gather --mamba-cp-comm-type state",
+        f"{CP} {ZIGZAG} all_gather --mamba-cp-comm-type state",
     ),
     "cp2 p2p, states of both kinds": (
         "M*-G",
         2,
-        f"{CP} --cp-comm-type p2p --mamba-cp-comm-type state --linear-cp-mode chunkwise",
+        f"{CP} {ZIGZAG} p2p --mamba-cp-comm-type state --linear-cp-mode chunkwise",
     ),
     "ep2 allgather": ("M*-E", 2, EP),
     "ep2 alltoall": ("M*-E", 2, f"{EP} --moe-token-dispatcher-type alltoall"),
