@@ -157,7 +157,7 @@ KINDS = "layouts_kinds_hybrid1b_graphs"
 SPEEDS = {
     "data": [(KINDS, "dp2 zero")],
     "expert": [("layouts_kinds_hybrid1b_moe_graphs", "ep2 allgather")],
-    "context": [(KINDS, "cp2 a2a zero overlap"), (KINDS, "cp2 state zero overlap")],
+    "context": [(KINDS, "cp2 state zero overlap"), (KINDS, "cp2 a2a zero overlap")],
     "tensor": [(KINDS, "tp2 sp"), (KINDS, "tp2 sp overlap")],
 }
 """Kind of parallelism -> newest measurements of its speed: table and layout."""
