@@ -177,6 +177,7 @@ def test_packing_of_a_run_of_several_processes(data, capsys):
     tokens take 64, 32, 32, 24 and 8 of 64 slots.
     """
     ring = ["--context-parallel-size", 4, "--cp-comm-type", "p2p", "--overlong-policy", "truncate"]
+    ring += ["--cp-partition-mode", "zigzag"]
     assert exit_code("packing", *data, "--seq-length", 64, *ring) == 0
     *_, padding, _ = capsys.readouterr().out.splitlines()
     assert padding.startswith(
