@@ -165,6 +165,8 @@ def start(shutdown_timeout: float, ranks: int = 2) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        # A program that runs under nohup ignores SIGHUP, as do the programs that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert launcher.stdout is not None
     assert [launcher.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
