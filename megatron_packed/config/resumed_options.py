@@ -123,8 +123,8 @@ def partition_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, l
 
     That of the checkpoint comes first, because it also keeps the order of sums.
     """
-    given = config.is_given("parallel.cp_partition_mode")
-    if not config.parallel.exchanges_keys or (given and not config.parallel.chooses_partition):
+    has_flag = config.is_given("parallel.cp_partition_mode")
+    if not config.parallel.exchanges_keys or (has_flag and not config.parallel.chooses_partition):
         return config, []
     parallel = stored.get("parallel", {})
     mode = parallel.get("cp_partition_mode", "zigzag")  # before the option there was no other

@@ -137,8 +137,8 @@ class ContextParallel:
         Args:
             groups: process groups of this rank.
             kinds: kinds of layers of the model; options of other kinds have no effect.
-            communication: options of the model's communication; those not given are the defaults of a
-                run.
+            communication: options of the model's communication. Options of kinds that are not given
+                have the defaults of a run.
         Raises:
             ValueError: a communication type is unknown.
         """

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_packed.checkpoint.manifest import read_manifest
 from support.runs import (
     Data,
     assert_same_log,
@@ -120,6 +121,9 @@ def test_lengths_choose_the_partition_and_a_resumed_run_keeps_it(
     trained(given, 2, options, cp_partition_mode="contiguous", **RING)
     said = trained(chosen, 2, options, exit_interval=THIRD, **RING)
     assert "--cp-partition-mode contiguous: a zigzag pads the documents by" in said
+    [saved] = (chosen / "checkpoints").glob(f"step_*{THIRD}")
+    stored = read_manifest(saved).metadata["config"]["parallel"]
+    assert stored["cp_partition_mode"] == "contiguous"
     said = trained(chosen, 2, options, **RING)
     assert "so that packs do not change: --cp-partition-mode contiguous" in said
     assert "a zigzag pads" not in said
