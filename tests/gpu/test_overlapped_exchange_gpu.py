@@ -54,6 +54,7 @@ LAYERS = dataclasses.replace(
     moe_shared_expert_intermediate_size=None,
     moe_shared_expert_gate=False,
     moe_router_enable_expert_bias=False,
+    mamba_cp_comm_type="heads",
 )
 """Attention's heads travel in 4 parts over one rank, all heads in 2 parts over two ranks."""
 HEADS = {"cp_size": 2, "cp_comm_type": "a2a"}
