@@ -179,7 +179,7 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
         for form in (KERNELS, WHOLE):
             fastest = min(
                 (name for name in ratios if name.startswith(form)),
-                key=lambda name: ratios[name][0],  # noqa: B023
+                key=lambda name: ratios[name][0],
                 default=None,
             )
             row[f"FlashQLA, {form}: ms"] = (
