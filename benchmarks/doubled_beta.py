@@ -76,6 +76,18 @@ def errors(size: Size, device: torch.device, backends: tuple[str, ...]) -> dict[
     return found
 
 
+def error_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of the largest errors, from results in the form of a result file."""
+    return [
+        {
+            "one key repeated, kernels": name,
+            "output": f"{found['o']:.1e}",
+            "worst gradient": f"{max(value for key, value in found.items() if key != 'o'):.1e}",
+        }
+        for name, found in results["errors"].items()
+    ]
+
+
 def pass_of(
     size: Size, device: torch.device, *, doubled: bool, backend: str
 ) -> Callable[[], object]:

@@ -16,6 +16,7 @@ EVERY_MODEL = "every model"
 HYBRID = ("Mamba", "attention", "MLP", EVERY_MODEL)
 WITH_EXPERTS = (*HYBRID, "experts")
 PARTS: dict[str, tuple[str, ...]] = {
+    "beside_flash_qla": ("gated_delta_rule",),
     "beside_megatron": HYBRID,
     "capacity_cost": ("varlen_attention", "ssd", "causal_conv1d", "gated_rms_norm"),
     "command_line_runs": (*WITH_EXPERTS, "gated delta net"),

@@ -148,6 +148,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 contiguous": {**CP2, **HEADS, **IN_ORDER},
         "cp2 contiguous state": {**CP2, **IN_ORDER, **STATE},
         "cp2 contiguous state zero overlap": {**CP2, **IN_ORDER, **STATE, **ZERO, **OVERLAP},
+        "cp2 contiguous state zero sums": {**CP2, **IN_ORDER, **STATE, **ZERO, **GRADIENTS},
         "cp2 p2p state": {**CP2, **ZIGZAG, "cp_comm_type": "p2p", **STATE},
         "cp2 headwise": {**CP2, "linear_cp_mode": "headwise"},
         "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},

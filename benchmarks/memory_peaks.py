@@ -25,6 +25,7 @@ import layouts
 import offload
 import real_sizes
 import recipe_mfu
+import state_precision
 from megatron_packed.config.parser.parse import parse, parse_with_sources
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.cuda_graph import CudaGraphConfig
@@ -60,10 +61,17 @@ RESULTS = (
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
     BESIDE := "expert_graphs_shared_overlap",
     *real_sizes.RESULTS,
+    "state_precision",
     IN_PARTS := "layouts_2_hybrid1b_cp_overlap",
     STATES := "layouts_2_hybrid1b_cp_state",
     ROWS := "layouts_4_hybrid1b_tp_rows",
-    IN_ORDER := "layouts_2_hybrid1b_cp_contiguous",
+    *(
+        IN_ORDER := {
+            "layouts_2_hybrid1b_cp_contiguous": ("hybrid1b", "in the order of the pack"),
+            "layouts_2_hybrid1b_cp_zero": ("hybrid1b", "beside ZeRO-1"),
+            "layouts_2_hybrid1b_delta": ("hybrid1b_delta", "states of delta rules"),
+        }
+    ),
     *(KINDS := {f"layouts_2_{name}_kinds": name for name in layouts.IN_ALL_LAYOUTS}),
 )
 """Result files that contain a measured peak, in the order of the table."""
@@ -256,8 +264,9 @@ def with_rows() -> Iterator[tuple[str, float, float]]:
 
 def in_order() -> Iterator[tuple[str, float, float]]:
     """Yield the layouts with contiguous rows in attention, and those beside them."""
-    for name, *peak in layouts_of(IN_ORDER, 2, "hybrid1b", as_run=lambda config: config):
-        yield f"{name}, in the order of the pack", *peak
+    for result, (model, words) in IN_ORDER.items():
+        for name, *peak in layouts_of(result, 2, model, as_run=lambda config: config):
+            yield f"{name}, {words}", *peak
 
 
 def of_each_kind() -> Iterator[tuple[str, float, float]]:
@@ -375,6 +384,17 @@ def real_models() -> Iterator[tuple[str, float, float]]:
             yield name, one.allocated / GIB, run["peak_gib"]
 
 
+def precisions() -> Iterator[tuple[str, float, float]]:
+    """Yield whole runs with optimizer state in float32 and in bf16."""
+    found = results("state_precision")
+    for name in ("fp32", "bf16 moments, stochastic"):
+        words = state_precision.command_words(name, found["steps"], quick=False, device="cuda")
+        config = parse_with_sources([*words, *DATA], 1, on_this_machine=False).config
+        one = usual(estimates(config, 1, config.model.vocab_size, CONVERSATIONS))
+        measured = found["runs"][name]["memory_gib"]
+        yield f"hybrid_1b, 2,048 tokens, {name}", one.allocated / GIB, measured
+
+
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
     older = (graph_steps(), train_real(), layouts_of_several(), recipes(), overlapped())
@@ -393,6 +413,7 @@ def peaks() -> list[Peak]:
         with_rows(),
         in_order(),
         real_models(),
+        precisions(),
     )
     with complete_machine():
         found += [Peak(*row) for part in newest for row in part]

@@ -66,6 +66,7 @@ RESULTS = {
     "real_sizes_2_8b": "",
     "real_sizes_4_8b": "",
     "real_sizes_4_nano_balanced": "--moe-dispatch rows",
+    **dict.fromkeys(("real_sizes_2_nano_13_tokens", "real_sizes_2_nano_13_parts"), ""),
     **dict.fromkeys(ADAPTERS, ""),
 }
 """Names of result files, and flags of what was the default when they were measured."""
@@ -152,6 +153,7 @@ def measured_runs(
             sizes = (SIZES[size], "none", results["gpus"], depth)
             words = command_words(*sizes, more, quick=False, device="cuda")
             kind = ", adapters" * ("--lora-rank" in results["flags"])
+            kind += ", in parts" * ("--moe-comm-overlap-parts" in results["flags"])
             yield f"{size}, {layers} layers, {results['gpus']} GPUs{kind}", words, found
 
 

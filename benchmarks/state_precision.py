@@ -90,6 +90,13 @@ def launch(words: list[str], gpu: str | None) -> str:
     return finished.stdout if finished.returncode else ""
 
 
+def command_words(name: str, steps: int, *, quick: bool, device: str) -> list[str]:
+    """Return the command line of a run, but for its data and its log."""
+    words = [f"@{MODEL}", *RUN.split(), *OPTIMIZER.split()]
+    words += (QUICK_RUN if quick else GPU_RUN).split()
+    return [*words, "--train-iters", str(steps), "--device", device, *RUNS[name].flags.split()]
+
+
 def run(
     name: str, arguments: argparse.Namespace, device: str, gpus: SimpleQueue[str]
 ) -> dict[str, Any]:
@@ -98,15 +105,9 @@ def run(
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_reordered(arguments.data, Path(folder, "documents"), RUNS[name].order)
-            words = [
-                f"@{MODEL}",
-                *RUN.split(),
-                *OPTIMIZER.split(),
-                *(QUICK_RUN if arguments.quick else GPU_RUN).split(),
-            ]
+            words = command_words(name, arguments.steps, quick=arguments.quick, device=device)
             words += ["--data-path", f"{folder}/documents", "--data-cache-path", f"{folder}/cache"]
-            words += ["--train-iters", str(arguments.steps), "--device", device]
-            words += ["--log-jsonl", f"{folder}/log.jsonl", *RUNS[name].flags.split()]
+            words += ["--log-jsonl", f"{folder}/log.jsonl"]
             if failed := launch(words, gpu if device == "cuda" else None):
                 return {"failed": failed.replace(folder, ".")[-2000:]}
             steps, _ = read_log(Path(folder) / "log.jsonl")

@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import beside_flash_qla
 import beside_megatron
 import capacity_cost
+import doubled_beta
 import elementwise
 import expert_gradients
 import expert_graphs
@@ -258,7 +260,11 @@ TABLES = {
     },
     **{
         f"layouts_cp_{name}{suffix}": Table("layouts.py", f"layouts_2_hybrid1b_cp_{name}", rows)
-        for name in ("state", "contiguous")
+        for name in ("state", "contiguous", "zero")
+        for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
+    },
+    **{
+        f"layouts_delta{suffix}": Table("layouts.py", "layouts_2_hybrid1b_delta", rows)
         for suffix, rows in (("", layouts.graph_rows_of), ("_exposed", layouts.exposed_rows_of))
     },
     **{
@@ -297,6 +303,10 @@ TABLES = {
     "elementwise": Table("elementwise.py", "elementwise", elementwise.rows_of),
     "step_edge": Table("step_edge.py", "step_edge", step_edge.rows_of),
     "step_edge_gaps": Table("step_edge.py", "step_edge", step_edge.gap_rows_of),
+    "beside_flash_qla": Table("beside_flash_qla.py", "beside_flash_qla", beside_flash_qla.rows_of),
+    "doubled_beta_errors": Table(
+        "doubled_beta.py", "doubled_beta_errors", doubled_beta.error_rows_of
+    ),
     "gated_delta_rule": Table("gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.rows_of),
     "gated_delta_rule_ratios": Table(
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of

@@ -161,7 +161,7 @@ class HybridModel(nn.Module):
         cp_comm_type: str = "a2a",
         cp_partition_mode: str = "zigzag",
         mamba_cp_comm_type: str = "state",
-        linear_cp_mode: str = "headwise",
+        linear_cp_mode: str = "chunkwise",
         cp_comm_overlap_parts: int = 1,
         sequence_parallel: bool = False,
         tp_overlap: TensorOverlap = NO_OVERLAP,

@@ -86,19 +86,23 @@ def test_a_run_of_heads_goes_on_with_heads(data: Data, tmp_path: Path) -> None:
 
     A flag for states changes the bits.
     """
-    options = tiny_options(data, train_iters=4, hybrid_layer_pattern="M-E", **A2A)
+    options = tiny_options(data, train_iters=4, hybrid_layer_pattern="MG-E", **A2A)
     never, resumed, states = (tmp_path / name for name in ("never", "resumed", "states"))
-    trained(never, 2, options, mamba_cp_comm_type="heads", save_interval=2)
+    heads = {"mamba_cp_comm_type": "heads", "linear_cp_mode": "headwise"}
+    trained(never, 2, options, save_interval=2, **heads)
     for folder in (resumed, states):
         shutil.copytree(
             never / "checkpoints" / "step_00000002", folder / "checkpoints" / "step_00000002"
         )
     said = trained(resumed, 2, options)
     assert "so that sums keep their order: --mamba-cp-comm-type heads" in said
+    assert "--linear-cp-mode headwise" in said
     assert_same_state(resumed / "checkpoints", never / "checkpoints", 4)
-    trained(states, 2, options, mamba_cp_comm_type="state")
-    expected, found = (final_state(run / "checkpoints", 4)[0] for run in (never, states))
-    assert any(not torch.equal(found[name], value) for name, value in expected.items())
+    for option, value in {"mamba_cp_comm_type": "state", "linear_cp_mode": "chunkwise"}.items():
+        trained(states, 2, options, **{**heads, option: value})
+        expected, found = (final_state(run / "checkpoints", 4)[0] for run in (never, states))
+        assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+        shutil.rmtree(states / "checkpoints" / "step_00000004")
 
 
 def test_another_alignment_is_another_plan(data: Data, tmp_path: Path) -> None:

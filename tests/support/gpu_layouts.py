@@ -93,7 +93,11 @@ MODEL = ModelConfig(
 )
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 200_000}
 ZIGZAG = {"cp_partition_mode": "zigzag"}
-CP2_HEADS = {"context_parallel_size": 2, "mamba_cp_comm_type": "heads"}
+CP2_HEADS = {
+    "context_parallel_size": 2,
+    "mamba_cp_comm_type": "heads",
+    "linear_cp_mode": "headwise",
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero": {"use_distributed_optimizer": True},
     "dp2 overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 200_000},

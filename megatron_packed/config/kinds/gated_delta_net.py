@@ -98,10 +98,11 @@ class GatedDeltaNetCommunication(Section, only_if=(GATED_DELTA_NET_LAYERS, CONTE
     """Option of the communication of context-parallel ranks."""
 
     linear_cp_mode: str = option(
-        "headwise",
-        "Communication of context-parallel gated delta nets. headwise exchanges heads for tokens. "
-        "chunkwise passes the states of the rule, so the ranks need not divide the key heads.",
+        "chunkwise",
+        "Communication of context-parallel gated delta nets. chunkwise passes states from rank to "
+        "rank, so the ranks need not divide the key heads. headwise exchanges heads for tokens.",
         choices=("headwise", "chunkwise"),
+        earlier=lambda stored: "headwise",
     )
 
 

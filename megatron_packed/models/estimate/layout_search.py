@@ -178,18 +178,6 @@ class _Planned(NamedTuple):
     imagined: Imagined
 
 
-def _options_of_states(config: RunConfig) -> Options:
-    """Return the options with which all layers pass states that do not by default, except those
-    given.
-    """
-    options = [kind.state_option for kind in config.model.kinds]
-    return {
-        name: value
-        for name, value in filter(None, options)
-        if value != getattr(config.parallel, name) and not config.is_given(f"parallel.{name}")
-    }
-
-
 def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
     """Yield options of all layouts of ``world_size`` processes; not all of them may be allowed.
 
@@ -197,9 +185,8 @@ def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
     """
     sizes = every_divisor(world_size)
     of_experts = sizes if config.model.has_experts else [1]
-    passing = _options_of_states(config)
-    for tp, cp, ep, states in product(sizes, sizes, of_experts, [{}, passing] if passing else [{}]):
-        if world_size % (tp * cp) or (states and cp == 1):
+    for tp, cp, ep in product(sizes, sizes, of_experts):
+        if world_size % (tp * cp):
             continue
         options: dict[str, Any] = {
             "tensor_model_parallel_size": tp,
@@ -208,7 +195,6 @@ def layouts_to_search(config: RunConfig, world_size: int) -> Iterator[Options]:
         }
         if tp > 1:
             options["sequence_parallel"] = True
-        options |= states
         if not config.model.has_experts:
             yield options
             continue

@@ -9,6 +9,7 @@ import harness
 import tables
 
 QUICK = {
+    "beside_flash_qla": "",
     "capacity_cost": "shard8b_4096 --capacities 64 16 --backends reference flash_attn_4",
     "elementwise": "",
     "gated_delta_rule": "",
@@ -37,6 +38,11 @@ def test_what_the_device_cannot_run_is_in_the_results(run_script):
     found = run_script("gated_delta_rule", *options)["results"]
     assert "CUDA device" in found["times"]["triton"]
     assert max(found["errors"]["reference"].values()) < 1e-5
+    [found] = run_script("beside_flash_qla", *options)["results"]["sizes"]
+    assert (
+        all("flash_qla" in text for text in found["failed"].values()) and len(found["failed"]) == 4
+    )
+    assert max(found["errors"]["megatron_packed"].values()) < 1e-5
     kernels = run_script("elementwise", *options)["results"]["kernels"]
     assert "NoBackendError" in kernels.pop("causal_conv1d, library")["failed"]
     assert all(one["forward"]["share"] > 0 for one in kernels.values())

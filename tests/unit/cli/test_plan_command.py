@@ -138,14 +138,14 @@ def test_passed_states_of_gated_delta_nets(capsys):
         --linear-key-head-dim 16 --linear-value-head-dim 32 --linear-conv-kernel-dim 3 --bf16 --sft
         --vocab-size 1000 --ffn-hidden-size 128 --sequence-parallel"""
     words = shlex.split(sizes)
-    assert "or give --linear-cp-mode chunkwise, which shares no heads" in refusal(capsys, *words)
-    alone = (*words, "--linear-cp-mode", "chunkwise", "--mamba-cp-comm-type", "heads")
-    found = plan(capsys, *alone)["passed_states"]
+    heads = (*words, "--linear-cp-mode", "headwise")
+    assert "or give --linear-cp-mode chunkwise, which shares no heads" in refusal(capsys, *heads)
+    found = plan(capsys, *words, "--mamba-cp-comm-type", "heads")["passed_states"]
     # Each of 4 value heads has a state (16, 32) and a matrix (16, 16).
     states = 3 * 4 * 4 * 16 * (32 + 16)
     halo = 3 * 2 * (2 * 2 * 16 + 4 * 32) * 2
     assert found["layers"] == {"G": {"states": states, "halo": halo}} and found["reordering"] > 0
-    both = plan(capsys, *words, "--linear-cp-mode", "chunkwise")
+    both = plan(capsys, *words)
     assert list(both["passed_states"]["layers"]) == ["M", "G"]
 
 

@@ -8,9 +8,7 @@ import sys
 import pytest
 
 from megatron_packed.cli.main import main
-from megatron_packed.config.parser.parse import parse
 from megatron_packed.models.estimate.gpu_rates import TABLE, measured_rates
-from megatron_packed.models.estimate.layout_search import layouts_to_search
 from support import commands
 
 FLAGS = shlex.split("""--bf16 --hybrid-layer-pattern M-*- --hidden-size 256 --num-attention-heads 4
@@ -148,32 +146,6 @@ def test_a_search_recomputes_where_memory_ends(capsys):
     assert small and all("--recompute-granularity" in layout["flags"] for layout in small)
     assert main(["plan", *run, "--search", "--gpu-memory-gib", "0.5"]) == 0
     assert "None fits in 0.5 GiB, even with recomputation and offload" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("pattern", "given", "passing"),
-    [
-        ("M*-", [], {}),
-        ("M*-", ["--mamba-cp-comm-type", "heads"], {}),
-        ("*G-", [], {"linear_cp_mode": "chunkwise"}),
-        ("MG*-", [], {"linear_cp_mode": "chunkwise"}),
-        ("MG*-", ["--linear-cp-mode", "headwise"], {}),
-        ("*-", [], {}),
-    ],
-)
-def test_a_search_tries_passed_states_beside_exchanged_heads(pattern, given, passing, tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("{}\n")
-    words = [*FLAGS, "--hybrid-layer-pattern", pattern, "--context-parallel-size", "2", *given]
-    words += ["--data-path", str(data), "--lr", "1", "--train-iters", "1"]
-    config = parse(words, world_size=2)
-    names = ("mamba_cp_comm_type", "linear_cp_mode")
-    tried = {
-        (layout["context_parallel_size"], *(layout.get(name) for name in names))
-        for layout in layouts_to_search(config, 2)
-    }
-    alone, heads = (1, None, None), (2, None, None)
-    assert tried == {alone, heads, (2, *map(passing.get, names))}
 
 
 def test_rates_name_the_results_that_they_come_from():

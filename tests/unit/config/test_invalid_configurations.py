@@ -390,7 +390,7 @@ INVALID = {
     },
     (
         "^16 --tensor-model-parallel-size 4 --context-parallel-size 4 --hybrid-layer-pattern G "
-        "--linear-num-key-heads 8 --cp-comm-type p2p"
+        "--linear-num-key-heads 8 --cp-comm-type p2p --linear-cp-mode headwise"
     ): {
         "--context-parallel-size": "(2 of a tensor-parallel rank) choose from 1, 2, or give "
         "--linear-cp-mode chunkwise, which shares no heads"
@@ -427,9 +427,10 @@ INVALID = {
         "^8 --context-parallel-size 8 --hybrid-layer-pattern M --mamba-num-heads 4 "
         "--mamba-num-groups 4 --mamba-cp-comm-type heads"
     ): {"--context-parallel-size": "or give --mamba-cp-comm-type state, which shares no heads"},
-    ("^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern MG"): {
-        "--context-parallel-size": "--linear-num-key-heads (16) choose from"
-    },
+    (
+        "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern MG "
+        "--linear-cp-mode headwise"
+    ): {"--context-parallel-size": "--linear-num-key-heads (16) choose from"},
     "--mamba-cp-comm-type p2p": "heads",
     "--transformer-impl inference_optimized": "give local or transformer_engine",
     "--cuda-graph-impl full_iteration --cuda-graph-modules attn": "captures whole steps",

@@ -24,7 +24,7 @@ KEYS = {
     "data.answer_end",
     "data.data_rules",
 }
-SUMS = {"model.moe_dispatch", "parallel.mamba_cp_comm_type"}
+SUMS = {"model.moe_dispatch", "parallel.mamba_cp_comm_type", "parallel.linear_cp_mode"}
 RULES = "--micro-batch-size 2 --sft --split 9,1"
 
 

@@ -205,8 +205,8 @@ def test_context_parallelism_says_how_and_where_documents_lie():
     )
     passed = said()["context parallelism"].detail
     assert passed == f"{reason}; Mamba layers pass states"
-    delta = ("--hybrid-layer-pattern", "MG*E", "--linear-num-key-heads", "1", "--linear-cp-mode")
-    passed = said(*delta, "chunkwise", *heads)["context parallelism"].detail
+    delta = ("--hybrid-layer-pattern", "MG*E", "--linear-num-key-heads", "1")
+    passed = said(*delta, *heads)["context parallelism"].detail
     assert passed == f"{reason}; gated delta net layers pass states"
     moved = said(*zigzag)
     assert moved["context parallelism"].detail.endswith(

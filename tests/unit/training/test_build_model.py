@@ -31,7 +31,7 @@ DEFAULTS = {
     "sequence_parallel": False,
     "cp_comm_type": "a2a",
     "mamba_cp_comm_type": "state",
-    "linear_cp_mode": "headwise",
+    "linear_cp_mode": "chunkwise",
     "cp_comm_overlap_parts": 1,
 }
 
@@ -43,7 +43,7 @@ DEFAULTS = {
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"context_parallel_size": 2, "cp_comm_type": "p2p"},
         {"context_parallel_size": 2, "mamba_cp_comm_type": "heads"},
-        {"context_parallel_size": 2, "linear_cp_mode": "chunkwise"},
+        {"context_parallel_size": 2, "linear_cp_mode": "headwise"},
         {"context_parallel_size": 2, "cp_comm_overlap_parts": 3},
     ],
     ids=lambda given: " ".join(given),

@@ -284,27 +284,27 @@ def test_our_scan_saves_its_inputs_only_and_has_states_in_bf16():
 def test_what_a_gated_delta_net_moves_and_its_states():
     """Two ranks exchange all rows for a key head of width 8 and two value heads of width 6."""
     exchanged, y = 4096 * (2 * 8 + 2 * 6 + 2 * 2) * 2, 4096 * 2 * 6 * 2
-    layout = {"world_size": 2, "cp_size": 2}
-    assert most_of(Purpose.COMMUNICATION, "G", layout) == [exchanged + y, exchanged]
+    options = {"layout": {"world_size": 2, "cp_size": 2}, "linear_cp_mode": "headwise"}
+    assert most_of(Purpose.COMMUNICATION, "G", **options) == [exchanged + y, exchanged]
     states = (4096 // 64) * 2 * 8 * 6  # in bf16; in backward also their gradients
-    assert most_of(Purpose.STATES, "G", layout) == [0, 2 * states * 2]
+    assert most_of(Purpose.STATES, "G", **options) == [0, 2 * states * 2]
 
 
 def test_what_a_gated_delta_net_moves_with_passed_states():
     """Two ranks have all four value heads of their rows, and two messages travel."""
-    layout, options = {"world_size": 2, "cp_size": 2}, {"linear_cp_mode": "chunkwise"}
+    layout = {"world_size": 2, "cp_size": 2}
     halo = 3 * (2 * 2 * 8 + 4 * 6) * 2
-    moved = most_of(Purpose.COMMUNICATION, "G", layout, **options)
+    moved = most_of(Purpose.COMMUNICATION, "G", layout)
     assert 0 < moved[0] <= 2 * halo and moved[1] == 0
     # In fp32: a message has a state and a matrix, and both enter the part or are its own.
     state, matrix = 4 * 8 * 6 * 4, 4 * 8 * 8 * 4
     messages, saved = 2 * (state + matrix), state + matrix
     states = (2048 // 64) * state // 2  # in bf16; in backward also their gradients
-    assert most_of(Purpose.STATES, "G", layout, **options) == [
+    assert most_of(Purpose.STATES, "G", layout) == [
         messages + saved,
         2 * states + state // 2 + messages + state + saved,
     ]
-    [layer] = units_of(imagined("G", layout, **options), WORK)
+    [layer] = units_of(imagined("G", layout), WORK)
     assert layer.saved[Purpose.STATES] == saved
 
 
