@@ -186,7 +186,7 @@ def _report(
     measured = None
     if arguments.mfu is None and not reason:
         measured = measured_time(*sizes, run.lengths, gpu[0])
-    flops = run.work.total / run.world_size
+    flops = run.work.flops.total / run.world_size
     time = None
     if run.config.training.bf16:  # the peaks are those of bf16
         time = time_of_run(
@@ -394,13 +394,14 @@ def _state_lines(config: RunConfig) -> list[str]:
 def _step_lines(work: StepWork, world_size: int) -> list[str]:
     """Return the lines about the documents and about the FLOPs of a step."""
     shares = ", ".join(
-        f"{name} {100 * amount / work.total:.1f} %" for name, amount in work.flops.items()
+        f"{name} {100 * amount / work.flops.total:.1f} %"
+        for name, amount in vars(work.flops).items()
     )
     return [
         f"{work.documents:,} documents: mean {work.mean:,.0f} tokens, P50 {work.p50:,.0f}, P90 {work.p90:,.0f}, P99 "
         f"{work.p99:,.0f}, longest {work.longest:,}; {work.documents_per_pack:,.1f} in a full pack.",
-        f"A step of {work.tokens:,} tokens: {work.total:.4g} FLOPs ({shares}), "
-        f"{work.total / world_size:.4g} on each rank.",
+        f"A step of {work.tokens:,} tokens: {work.flops.total:.4g} FLOPs ({shares}), "
+        f"{work.flops.total / world_size:.4g} on each rank.",
         _six_n_t_sentence(work),
     ]
 
@@ -424,10 +425,10 @@ def _partition_lines(work: StepWork, config: RunConfig) -> list[str]:
 
 def _six_n_t_sentence(work: StepWork) -> str:
     """Return what the approximation 6 N T counts, its share of all FLOPs, and what it leaves out."""
-    share = 100 / work.total
+    share = 100 / work.flops.total
     left_out = {
-        "attention scores": work.flops["attention"],
-        "the scan": work.flops["scan"],
+        "attention scores": work.flops.attention,
+        "the scan": work.flops.scan,
         "another use of the same weights by multi-token prediction": work.repeated,
     }
     parts = [f"{name} ({share * amount:.1f} %)" for name, amount in left_out.items() if amount]
@@ -528,7 +529,7 @@ def _as_json(run: RunToPlan, ranks: dict[str, Estimate], cures: Sequence[Change]
         ],
         "step": {
             **asdict(work),
-            "total_flops": work.total,
-            "flops_per_rank": work.total / world_size,
+            "total_flops": work.flops.total,
+            "flops_per_rank": work.flops.total / world_size,
         },
     }

@@ -124,7 +124,7 @@ def search_command(
         config = other.configure(options)
         if config is None:
             return None
-        return choose_partition(config, pieces, lambda: run.work.attention_share)[0]
+        return choose_partition(config, pieces, lambda: run.work.flops.attention_share)[0]
 
     search = LayoutSearch(
         configure,
@@ -154,7 +154,7 @@ def _row(
         "step_seconds": seconds,
         "parts": dict(layout.time.parts),
         "tokens_per_second_per_gpu": run.work.tokens / seconds / run.world_size,
-        "mfu": 100 * run.work.total / run.world_size / gpu[1] / seconds,
+        "mfu": 100 * run.work.flops.total / run.world_size / gpu[1] / seconds,
         "bytes": layout.total,
         "flags": flags,
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_packed.memory.saved_tensors import span_of
 from megatron_packed.torch_private import end_allocate_to_pool, release_pool
 
 T = TypeVar("T")
@@ -317,9 +318,8 @@ class _Memory:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
         self.__cuda_array_interface__ = {
-            "shape": (span * tensor.element_size(),),
+            "shape": (span_of(tensor) * tensor.element_size(),),
             "typestr": "|u1",
             "data": (tensor.data_ptr(), False),
             "version": 3,

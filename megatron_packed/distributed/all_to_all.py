@@ -41,6 +41,7 @@ that leaves the current stream at the start and joins it at the wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -58,6 +59,7 @@ from megatron_packed.distributed.collectives import (
     wait_for,
 )
 from megatron_packed.distributed.differentiable import Group, linear_map
+from megatron_packed.distributed.groups import Axis
 from megatron_packed.memory_purpose import Purpose, counted_as
 
 if TYPE_CHECKING:
@@ -113,6 +115,18 @@ class EqualExchange:
         if self.memory is not None:
             self.memory.close()
         self.memory = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangingAxis(Axis):
+    """Axis whose ranks exchange parts of equal size."""
+
+    exchange: EqualExchange | None = None
+    """Exchange among the ranks of the group; None for one rank."""
+
+    def __post_init__(self) -> None:
+        if self.exchange is None and self.group is not None:
+            object.__setattr__(self, "exchange", EqualExchange(self.group))
 
 
 def rows_to_columns(tensors: Sequence[Tensor], exchange: EqualExchange | None) -> Tensor:

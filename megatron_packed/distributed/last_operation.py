@@ -21,9 +21,10 @@ _WAITS_FOR_THE_DEVICE = ("training/late_metrics.py", "distributed/hang_detection
 """Files whose functions poll the device; a thread in such a function waits for the device."""
 _PACKAGE = Path(__file__).parents[1]
 _OUR_COLLECTIVES = str(Path(__file__).parent / "collectives.py")
-_ROWS = str(Path(__file__).parent / "symmetric_rows.py")
+_ROWS = tuple(str(Path(__file__).parent / f"symmetric_{name}.py") for name in ("rows", "memory"))
+"""Files of exchanges of rows, and of their steps."""
 _ROWS_NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "start_gather", "start_scatter")
-"""Functions of ``symmetric_rows.py`` that exchange rows."""
+"""Functions of these files that exchange rows."""
 _EXCHANGES = str(Path(__file__).parent / "symmetric_exchange.py")
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
 
@@ -73,8 +74,8 @@ def _describe(inwards: Iterable[FrameType]) -> str:
             and (started := frame.f_locals.get("started")) is not None
         ):
             collective = _collective(started.name, started.group)
-        elif path == _ROWS:
-            if name in _ROWS_NAMES:  # other functions of the file keep the name of the exchange
+        elif path in _ROWS:
+            if name in _ROWS_NAMES:  # other functions of the files keep the name of the exchange
                 collective = _collective(name, getattr(frame.f_locals.get("self"), "group", None))
         elif path == _EXCHANGES and name == "start":
             collective = _collective("exchange", frame.f_locals.get("group"))

@@ -51,8 +51,11 @@ from torch import Tensor
 from megatron_packed.distributed.collectives import Started
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_memory import (
+    ALIGNMENT,
+    MappedRanks,
     SharedBuffer,
     StreamEnd,
+    aligned_bytes,
     connect_over,
 )
 
@@ -60,8 +63,6 @@ PIECE_SLOTS = 3
 """Number of pieces that the staging buffer holds for each peer."""
 PIECE_BYTES = 16 * 2**20
 """Largest bytes of the pieces for all peers together."""
-_ALIGNMENT = 512
-"""Bytes at whose multiples a piece starts: copies of aligned pieces are fastest."""
 _CHECKED_BYTES = (1, 1000, 2**20)
 """Bytes of a part in the exchanges that a start checks."""
 
@@ -89,7 +90,7 @@ class UsedBytes(Protocol):
         """
 
 
-class SymmetricExchange:
+class SymmetricExchange(MappedRanks):
     """Staging buffer of a group, and exchanges through it.
 
     See [Note: exchange through symmetric memory]. The constructor is a collective call of the group,
@@ -104,17 +105,14 @@ class SymmetricExchange:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int = PIECE_BYTES
     ) -> None:
-        self.group = group
-        self.device = device
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group, device)
         self.piece_bytes = piece_of_peer(self.size, piece_bytes)
         self._connect()
 
     def _connect(self) -> None:
         """Allocate the staging buffer, and map the buffers of the peers."""
         shape = (PIECE_SLOTS, max(self.size - 1, 1), self.piece_bytes)
-        self._buffer: SharedBuffer | None = SharedBuffer(self.group, self.device, math.prod(shape))
+        self._buffer = SharedBuffer(self.group, self.device, math.prod(shape))
         self._slots: Sequence[Tensor] = [rank.view(shape) for rank in self._buffer.of_ranks]
         # A high priority starts the barriers, of one warp, before waiting blocks of large kernels.
         self._staging, self._pulling = (
@@ -170,24 +168,11 @@ class SymmetricExchange:
         staging.wait_event(pulled[-1])
         self._barrier(staging)
 
-    def _peers(self) -> Iterator[int]:
-        """Yield the other ranks; at each step every rank has another one."""
-        return ((self.rank + step) % self.size for step in range(1, self.size))
-
     def _staged(self, sender: int, slot: int, receiver: int, nbytes: int) -> Tensor:
         """Return the memory of a piece in the buffer of ``sender`` for ``receiver``."""
         # A sender stages nothing for itself, so higher receivers move down by one place.
         place = receiver - (receiver > sender)
         return self._slots[sender][slot, place, :nbytes]
-
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-        # Contiguous bytes on both sides: torch calls the driver's copy, which uses a copy engine
-        # for the memory of another GPU.
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
 
     def _copy_all(
         self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, *_: int, sent: bool
@@ -203,19 +188,14 @@ class SymmetricExchange:
 
         return copy
 
-    def _barrier(self, stream: torch.cuda.Stream) -> None:
-        assert self._buffer is not None
-        self._buffer.barrier(stream)
-
     def close(self) -> None:
-        """Free the staging buffer. Call it after all graphs that use it were released."""
         self._slots = ()
-        self._buffer = None
+        super().close()
 
 
 def piece_of_peer(size: int, piece_bytes: int) -> int:
     """Return the largest bytes of one peer's piece: an aligned share of ``piece_bytes``."""
-    return max(piece_bytes // max(size - 1, 1) // _ALIGNMENT, 1) * _ALIGNMENT
+    return max(piece_bytes // max(size - 1, 1) // ALIGNMENT, 1) * ALIGNMENT
 
 
 def pieces_of(nbytes: int, largest: int, certain: int | None = None) -> Iterator[tuple[int, int]]:
@@ -228,17 +208,13 @@ def pieces_of(nbytes: int, largest: int, certain: int | None = None) -> Iterator
     Example:
         1,300 bytes in pieces of at most 1,024: (0, 1024), (1024, 1300).
     """
-    first = nbytes if certain is None else min(_aligned(certain), nbytes)
+    first = nbytes if certain is None else min(aligned_bytes(certain), nbytes)
     for begin, end in ((0, first), (first, nbytes)):
         count = -(-(end - begin) // largest)
         # Pieces of about equal size: a last short one would have the cost of a barrier, too.
-        step = _aligned(-(-(end - begin) // max(count, 1)))
+        step = aligned_bytes(-(-(end - begin) // max(count, 1)))
         for start in range(begin, end, max(step, 1)):
             yield start, min(start + step, end)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def staging_bytes(size: int, piece_bytes: int = PIECE_BYTES) -> int:

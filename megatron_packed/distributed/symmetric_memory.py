@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,6 +23,8 @@ from megatron_packed.torch_private import symmetric_memory
 
 MOST_RANKS = 8
 """Largest group: the GPUs of one host that NVLink connects directly."""
+ALIGNMENT = 512
+"""Bytes at whose multiples a slot or a piece starts: copies of aligned bytes are fastest."""
 OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's variable for tests: with the value 1, ranks of a group may share a GPU."""
 
@@ -58,6 +60,52 @@ class SharedBuffer:
         """
         with torch.cuda.stream(stream):
             self._memory.barrier(channel=0)
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """Return the smallest multiple of the alignment that is at least ``nbytes``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class MappedRanks:
+    """Ranks of a group that map each other's buffer, and the steps of their exchanges.
+
+    A class over it allocates the buffer with `SharedBuffer`.
+
+    Args:
+        group: the group; its ranks are on one host.
+        device: device of this rank.
+    """
+
+    _buffer: SharedBuffer | None
+    """The buffer; None after `close`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def _peers(self) -> Iterator[int]:
+        """Yield the other ranks; at each step every rank has another one."""
+        return ((self.rank + step) % self.size for step in range(1, self.size))
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _barrier(self, stream: torch.cuda.Stream) -> None:
+        assert self._buffer is not None
+        self._buffer.barrier(stream)
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+        # Contiguous bytes on both sides: torch calls the driver's copy, which uses a copy engine
+        # for the memory of another GPU.
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        """Free the buffer. Call it after all graphs that use it were released."""
+        self._buffer = None
 
 
 class StreamEnd(NamedTuple):

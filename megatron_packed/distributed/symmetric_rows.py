@@ -40,7 +40,6 @@ kernel starts after the writes of its stream's earlier copies are complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from enum import Enum
 
 import torch
@@ -50,15 +49,15 @@ from torch import Tensor
 from megatron_packed.distributed.collectives import PendingRows, Started
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.symmetric_memory import (
+    MappedRanks,
     SharedBuffer,
     StreamEnd,
+    aligned_bytes,
     connect_over,
 )
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes in which fused products were compared with the collectives."""
-_ALIGNMENT = 512
-"""Bytes at whose multiples a slot starts: copies of aligned rows are fastest."""
 _CHECKED_ROWS, _CHECKED_WIDTH = 32, 64
 _CLOSE = 0.02
 """Largest allowed relative difference of the products that a start checks."""
@@ -75,7 +74,7 @@ class _Slot(Enum):
     """``(c, T / c, O)``: terms of this rank's rows, which the other ranks copy to here."""
 
 
-class SymmetricRows:
+class SymmetricRows(MappedRanks):
     """Buffer of a group, and exchanges of rows through it. See [Note: fused products].
 
     The constructor is a collective call of the group, and raises what torch raises.
@@ -87,19 +86,14 @@ class SymmetricRows:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
-        self.group = group
-        self.device = device
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        super().__init__(group, device)
         self.nbytes = nbytes
         self._last: _Slot | None = None
         """Slot of the previous exchange; only exchanges of the same capture read it."""
         self._connect()
 
     def _connect(self) -> None:
-        self._buffer: SharedBuffer | None = SharedBuffer(
-            self.group, self.device, buffer_bytes(self.size, self.nbytes)
-        )
+        self._buffer = SharedBuffer(self.group, self.device, buffer_bytes(self.size, self.nbytes))
         # A high priority starts the barriers, of one warp, before waiting blocks of large kernels.
         self._copying = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -230,7 +224,7 @@ class SymmetricRows:
     def _rows(self, rank: int, slot: _Slot, like: Tensor, count: int = 1) -> Tensor:
         """Return the first rows of a slot in the buffer of a rank, in the shape of ``like``."""
         assert self._buffer is not None
-        start = slot.value * _aligned(self.nbytes)
+        start = slot.value * aligned_bytes(self.nbytes)
         part = self._buffer.of_ranks[rank][start : start + count * like.nbytes]
         return part.view(like.dtype).view(count * like.shape[0], *like.shape[1:])
 
@@ -238,29 +232,12 @@ class SymmetricRows:
         """Return ``(c, T / c, O)``: the terms that a rank receives, in the order of the senders."""
         return self._rows(rank, _Slot.RECEIVED, like, self.size).view(self.size, *like.shape)
 
-    def _peers(self) -> Iterator[int]:
-        """Yield the other ranks; at each step every rank has another one."""
-        return ((self.rank + step) % self.size for step in range(1, self.size))
-
     def _end(self, source: Tensor) -> StreamEnd:
         return StreamEnd(self._current, self._copying.record_event(), source)
-
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
 
     def _is_capturing(self, stream: torch.cuda.Stream) -> bool:
         with torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
-
-    def _barrier(self, stream: torch.cuda.Stream) -> None:
-        assert self._buffer is not None
-        self._buffer.barrier(stream)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-        # Contiguous rows on both sides: torch calls the driver's copy, which uses a copy engine
-        # for the memory of another GPU.
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
 
     def _multiply(
         self, stream: torch.cuda.Stream, x_TI: Tensor, matrix_IO: Tensor, y_TO: Tensor
@@ -272,14 +249,6 @@ class SymmetricRows:
         with torch.cuda.stream(stream):
             torch.sum(terms_cTO, dim=0, out=sum_TO)
 
-    def close(self) -> None:
-        """Free the buffer. Call it after all graphs that use it were released."""
-        self._buffer = None
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
 
 def buffer_bytes(size: int, nbytes: int) -> int:
     """Return the bytes of the buffer of a rank in a group of ``size`` ranks.
@@ -287,7 +256,7 @@ def buffer_bytes(size: int, nbytes: int) -> int:
     Args:
         nbytes: bytes of the rows of a rank.
     """
-    return (_Slot.RECEIVED.value + size) * _aligned(nbytes)
+    return (_Slot.RECEIVED.value + size) * aligned_bytes(nbytes)
 
 
 def row_bytes(rows: int, width: int, dtype: torch.dtype) -> int:

@@ -52,9 +52,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 
 ALIGN_ELEMENTS = 64
 """Alignment of each parameter, in elements; 128 bytes of bf16.
@@ -89,16 +88,14 @@ _PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ownership:
+class Ownership(Axis):
     """Division of the flat buffers among owners; by default this rank owns all parameters.
+
+    The ranks of the axis hold the same parameters. Each updates its own share of them.
 
     See [Note: ownership].
     """
 
-    group: dist.ProcessGroup | None = None
-    """Ranks that hold the same parameters; each updates its own share of them."""
-    rank: int = 0
-    size: int = 1
     experts: Ownership | None = None
     """Ownership of the weights of experts, if their copies are on other ranks; else None."""
 
@@ -108,15 +105,8 @@ class Ownership:
 
         Each of the ranks with the same parameters owns an equal share.
         """
-        experts = cls(
-            group=groups.expert_dp.group, rank=groups.expert_dp.rank, size=groups.expert_dp.size
-        )
-        return cls(
-            group=groups.dp_cp.group,
-            rank=groups.dp_cp.rank,
-            size=groups.dp_cp.size,
-            experts=experts if experts_apart(groups) else None,
-        )
+        experts = cls(**vars(groups.expert_dp)) if experts_apart(groups) else None
+        return cls(**vars(groups.dp_cp), experts=experts)
 
     @classmethod
     def undivided(cls, groups: ParallelGroups) -> Ownership:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -307,28 +308,21 @@ def _files(path: str) -> list[Path]:
     return [file.resolve() for file in files]
 
 
+@dataclass
 class _Opener:
-    def __init__(
-        self,
-        options: DataConfig,
-        tokenizer: Tokenizer,
-        shorten_to: int | None,
-        show: bool,
-        build_missing: bool,
-    ) -> None:
-        self._options = options
-        self._tokenizer = tokenizer
-        self._show = show
-        self._build_missing = build_missing
-        self._shorten_to = shorten_to
+    options: DataConfig
+    tokenizer: Tokenizer
+    shorten_to: int | None
+    show: bool
+    build_missing: bool
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        return chat_format_of(self._options, self._tokenizer)
+        return chat_format_of(self.options, self.tokenizer)
 
     def sentences(self) -> list[str]:
         """Return sentences about the chat format."""
-        return self._chat.sentences() if self._options.sft else []
+        return self._chat.sentences() if self.options.sft else []
 
     def open(self, blend: BlendedPaths, *, apart: bool = False) -> list[Documents]:
         """Open one source for each path. A path that is listed twice gives its source twice.
@@ -337,7 +331,7 @@ class _Opener:
         none is listed twice. ``apart`` opens each of them as a source.
         """
         each = dict.fromkeys(blend.paths)
-        together = not apart and blend.weights is None and self._options.split is None
+        together = not apart and blend.weights is None and self.options.split is None
         if together and len(each) == len(blend.paths) and not any(map(names_indexed, each)):
             return [self._text(blend.paths)]
         sources = {
@@ -356,7 +350,7 @@ class _Opener:
         """
         try:
             # Compare resolved paths, because a link, a folder or a pattern may name the same file.
-            trained = {file for path in self._options.train_paths for file in _files(path)}
+            trained = {file for path in self.options.train_paths for file in _files(path)}
             both = [str(file) for path in blend.paths for file in _files(path) if file in trained]
             if both:
                 verb, others_clause = (
@@ -368,30 +362,30 @@ class _Opener:
                 )
             sources = self.open(blend, apart=apart)
         except DataError as error:
-            raise DataError(f"{self._options.flag_of(split)}: {error}") from None
+            raise DataError(f"{self.options.flag_of(split)}: {error}") from None
         first, *others = _sentences(sources)
-        sentences += [f"{self._options.flag_of(split)}: {first}", *others]
+        sentences += [f"{self.options.flag_of(split)}: {first}", *others]
         return sources
 
     def _text(self, paths: tuple[str, ...]) -> Documents:
-        options = self._options
+        options = self.options
         return open_dataset(
             paths,
-            self._tokenizer,
+            self.tokenizer,
             self._chat,
             sft=options.sft,
-            shorten_to=self._shorten_to,
+            shorten_to=self.shorten_to,
             cache_root=options.data_cache_path,
             max_bad_fraction=options.max_bad_fraction,
             fields=options.fields,
-            show=self._show,
-            build_missing=self._build_missing,
+            show=self.show,
+            build_missing=self.build_missing,
             special_tokens_in_text=options.special_tokens_in_text,
             rules=options.data_rules,
         )
 
     def _indexed(self, prefix: str) -> Documents:
-        if self._options.sft:
+        if self.options.sft:
             raise DataError(
                 f"{prefix} is an indexed data set, which does not mark the answers in its text; leave --sft out, "
                 "or give the conversations as JSONL."
@@ -400,9 +394,9 @@ class _Opener:
 
         return IndexedDocuments(
             prefix,
-            vocab_size=self._tokenizer.vocab_size,
-            eod_id=self._tokenizer.eod_id,
-            map_tokens=self._options.mmap_bin_files,
+            vocab_size=self.tokenizer.vocab_size,
+            eod_id=self.tokenizer.eod_id,
+            map_tokens=self.options.mmap_bin_files,
         )
 
 

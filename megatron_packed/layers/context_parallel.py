@@ -31,8 +31,8 @@ from megatron_packed.config.exchanged_heads import number_of_parts
 from megatron_packed.config.kinds.layer_kind import KINDS, LayerKind
 from megatron_packed.config.section import section_fields
 from megatron_packed.config.sections.kind_options import KindCommunication
+from megatron_packed.distributed.all_to_all import ExchangingAxis, heads_to_rows, rows_to_columns
 from megatron_packed.distributed.collectives import all_gather_rows, all_reduce_sum
-from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.groups import ParallelGroups, global_ranks
 from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegment
 from megatron_packed.packed.cp_partition import Partition
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from megatron_packed.config.sections.parallel import ParallelConfig
-    from megatron_packed.distributed.all_to_all import EqualExchange
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 _ALIASES = {"allgather": ALL_GATHER}
@@ -94,12 +93,9 @@ def communication_of(parallel: ParallelConfig) -> Communication:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallel:
-    """Context-parallel group, rank and communication type of this rank."""
+class ContextParallel(ExchangingAxis):
+    """Context-parallel axis and communication type of this rank; ranks exchange heads and tokens."""
 
-    group: Group | None = None
-    size: int = 1
-    rank: int = 0
     comm_type: str = A2A
     """Communication type of context-parallel attention.
 
@@ -115,14 +111,6 @@ class ContextParallel:
 
     Other recurrent layers use an all-to-all to the head-parallel layout and back.
     """
-    exchange: EqualExchange | None = None
-    """Exchange of heads and tokens among the ranks of the group; None for one rank."""
-
-    def __post_init__(self) -> None:
-        if self.exchange is None and self.group is not None:
-            from megatron_packed.distributed.all_to_all import EqualExchange
-
-            object.__setattr__(self, "exchange", EqualExchange(self.group))
 
     @classmethod
     def from_groups(
@@ -152,9 +140,7 @@ class ContextParallel:
         if groups is None or groups.cp.size == 1:
             return ALL_ROWS
         return cls(
-            group=groups.cp.group,
-            size=groups.cp.size,
-            rank=groups.cp.rank,
+            **vars(groups.cp),
             comm_type=comm_type,
             partition_mode=partition_mode,
             state_passing=frozenset(
@@ -329,8 +315,6 @@ def _moved(x_TC: Tensor, cp: ContextParallel, packed: PackedSeqParams, *, back: 
     order = cp.attention_order(packed)
     assert order is not None, "contiguous rows need no reordering"
     channels, (slots_T, places_T) = x_TC.shape[1], order
-    from megatron_packed.distributed.all_to_all import heads_to_rows, rows_to_columns
-
     # (T / c, C) -> (T, C / c)
     columns_TC = rows_to_columns((pad(x_TC, (0, -channels % cp.size)),), cp.exchange)
     index_T, inverse_T = (places_T, slots_T) if back else (slots_T, places_T)

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from megatron_packed.distributed.differentiable import (
-    Group,
     copy_to,
     gather_rows,
     linear_map,
     reduce_from,
     scatter_rows,
 )
-from megatron_packed.distributed.groups import ParallelGroups
+from megatron_packed.distributed.groups import Axis, ParallelGroups
 from megatron_packed.distributed.sequence_parallel_products import (
     NO_OVERLAP,
     SequenceParallelProducts,
@@ -30,12 +29,9 @@ from megatron_packed.distributed.tensor_parallel_shards import Shard, SplitSegme
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallel:
-    """Tensor-parallel group, size and rank of this rank."""
+class TensorParallel(Axis):
+    """Tensor-parallel axis of this rank."""
 
-    group: Group | None = None
-    size: int = 1
-    rank: int = 0
     sequence_parallel: bool = False
     """True if the hidden state between layers is split by rows.
 
@@ -64,13 +60,7 @@ class TensorParallel:
         products = None
         if sequence_parallel and groups.tp.group is not None:
             products = SequenceParallelProducts(groups.tp.group, overlap)
-        return cls(
-            group=groups.tp.group,
-            size=groups.tp.size,
-            rank=groups.tp.rank,
-            sequence_parallel=sequence_parallel,
-            products=products,
-        )
+        return cls(**vars(groups.tp), sequence_parallel=sequence_parallel, products=products)
 
     def close(self) -> None:
         """Free memory that the ranks share; call it after all graphs were released."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_packed.memory.saved_tensors import WRITTEN_TO, versions_of
+from megatron_packed.memory.saved_tensors import WRITTEN_TO, span_of, versions_of
 
 _BLOCK_ALIGNMENT = 512
 """Alignment of tensors in a host block, in bytes, for every dtype."""
@@ -24,7 +24,7 @@ class HostLayout(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     span: int
-    """Number of elements from the first to the last element in memory, including gaps."""
+    """See `span_of`."""
     begin: int
     """Offset in the block, in bytes."""
     lead: int
@@ -115,7 +115,7 @@ def layouts_of(tensors: Sequence[Tensor]) -> tuple[list[HostLayout], int]:
     for tensor in tensors:
         # Copy views with their strides, including gaps. Kernels of the backward pass then read the
         # memory layout for which they were compiled or tuned.
-        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        span = span_of(tensor)
         lead = int(tensor.storage_offset()) % (_DEVICE_ALIGNMENT // tensor.itemsize)
         layouts.append(HostLayout(tensor.shape, tensor.stride(), tensor.dtype, span, begin, lead))
         begin += -(-layouts[-1].num_bytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT

@@ -26,6 +26,7 @@ from megatron_packed.memory.saved_tensors import (
     SavedTensors,
     SaveTensors,
     pack_by_outer,
+    span_of,
 )
 from megatron_packed.torch_private import (
     Hooks,
@@ -252,6 +253,4 @@ def _plain(tensor: Tensor) -> bool:
 def _range(tensor: Tensor) -> tuple[int, int]:
     """Return the tensor's range in its storage: first element, and last element plus one."""
     begin = int(tensor.storage_offset())
-    return begin, begin + 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())
-    )
+    return begin, begin + span_of(tensor)

@@ -37,6 +37,11 @@ WRITTEN_TO = (
 )
 
 
+def span_of(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last element in memory, including gaps."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return autograd's version counter of each tensor, which every in-place write increments."""
     return [tensor._version for tensor in tensors]

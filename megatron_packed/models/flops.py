@@ -100,6 +100,11 @@ class Flops:
         amounts: list[float] = [getattr(self, field.name) for field in fields(self)]
         return sum(amounts)
 
+    @property
+    def attention_share(self) -> float:
+        """Share of attention scores."""
+        return self.attention / self.total
+
     def scaled(self, factor: float) -> Flops:
         return Flops(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
 

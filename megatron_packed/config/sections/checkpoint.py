@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
 from megatron_packed.config.sections.logging import LoggingConfig
-
-if TYPE_CHECKING:
-    pass
 
 PHASE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_packed.config.conditions import TRAINS, Condition, option_given
 from megatron_packed.config.errors import Problem, Problems
 from megatron_packed.config.options import Related, option
 from megatron_packed.config.section import Section, Sound
-
-if TYPE_CHECKING:
-    pass
-
 
 ANSWERED_PROMPTS = Condition(
     "neither --sample-prompts nor --valid-metric is given",

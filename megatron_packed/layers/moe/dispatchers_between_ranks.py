@@ -66,6 +66,24 @@ class ExchangingDispatcher(Dispatcher):
         several = self.parts > 1
         return Overlaps(several, several or to_experts)
 
+    def worst_part(self, tokens: int) -> int:
+        """Return the largest number of rows that a rank can send to another one.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
+        return self.worst_rows(tokens) // self.ep.size
+
+    def part_rows(self, tokens: int) -> int:
+        """Return P, the number of rows that this rank sends to each rank, with bounds of buffers.
+
+        Args:
+            tokens: token slots that each rank dispatches.
+        """
+        bounds = self.room.bounds
+        assert bounds is not None, "only parts of bounded buffers have a size"
+        return bounded_rows(self.even_part(tokens), bounds.peer, self.worst_part(tokens))
+
     def _arrived_in_bounds(
         self,
         permuted: Permuted,
@@ -326,16 +344,6 @@ class BoundedAllToAllDispatcher(AllToAllDispatcher):
         even = int(self.even_part(tokens))
         counts_ee = counts_eeL.sum(dim=2)
         return used_rows(counts_ee, self.ep.rank, x_RD[0], even, self.part_rows(tokens))
-
-    def part_rows(self, tokens: int) -> int:
-        """Return P, the number of rows that this rank sends to each rank.
-
-        Args:
-            tokens: token slots that each rank dispatches.
-        """
-        worst, bounds = self.worst_rows(tokens) // self.ep.size, self.room.bounds
-        assert bounds is not None, "this dispatcher is made for bounded buffers only"
-        return bounded_rows(self.even_part(tokens), bounds.peer, worst)
 
     def buffer_rows(self, tokens: int) -> int:
         return self.bounded_rows(tokens)

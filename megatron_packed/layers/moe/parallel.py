@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megatron_packed.distributed.all_to_all import ExchangingAxis
 from megatron_packed.distributed.collectives import all_reduce_max
 from megatron_packed.distributed.differentiable import (
     Group,
@@ -36,29 +36,15 @@ from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.tensor_parallel_shards import ExpertRange, Shard, SplitSegment
 from megatron_packed.layers.tensor_parallel import SINGLE, TensorParallel
 
-if TYPE_CHECKING:
-    from megatron_packed.distributed.all_to_all import EqualExchange
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallel:
-    """Expert-parallel group, size and rank of this rank."""
+class ExpertParallel(ExchangingAxis):
+    """Expert-parallel axis of this rank; its ranks exchange rows in equal parts."""
 
-    group: Group | None = None
-    size: int = 1
-    rank: int = 0
     tp: TensorParallel = SINGLE
     """Tensor parallelism of this rank; tensor-parallel ranks have the same tokens."""
     matrices: TensorParallel | None = None
     """Split of the matrices of experts; None for that of ``tp``. See [Note: whose tokens]."""
-    exchange: EqualExchange | None = None
-    """Exchange of rows in equal parts among the ranks of the group; None for one rank."""
-
-    def __post_init__(self) -> None:
-        if self.exchange is None and self.group is not None:
-            from megatron_packed.distributed.all_to_all import EqualExchange
-
-            object.__setattr__(self, "exchange", EqualExchange(self.group))
 
     @classmethod
     def from_groups(
@@ -66,13 +52,9 @@ class ExpertParallel:
     ) -> ExpertParallel:
         if groups is None:
             return cls(tp=tp)
-        matrices = TensorParallel(
-            group=groups.expert_tp.group, size=groups.expert_tp.size, rank=groups.expert_tp.rank
-        )
+        matrices = TensorParallel(**vars(groups.expert_tp))
         return cls(
-            group=groups.ep.group,
-            size=groups.ep.size,
-            rank=groups.ep.rank,
+            **vars(groups.ep),
             tp=tp,
             matrices=matrices if matrices.size < tp.size else None,
         )

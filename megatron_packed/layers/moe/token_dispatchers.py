@@ -41,7 +41,6 @@ from megatron_packed.layers.moe.dispatchers_between_ranks import (
     gathered_routes,
     of_pack,
 )
-from megatron_packed.layers.moe.expert_room import bounded_rows
 from megatron_packed.ops.permute.api import permute, unpermute
 from megatron_packed.ops.permute.gathers import copy_rows, sum_rows
 from megatron_packed.ops.permute.used_rows import UsedRows, used_rows
@@ -215,11 +214,6 @@ class TokenDispatcher(ExchangingDispatcher):
         return tokens * reach(self.config.moe_router_topk, self.num_experts, self.num_local)
 
     def worst_part(self, tokens: int) -> int:
-        """Return the largest number of rows that a rank can send to another one.
-
-        Args:
-            tokens: token slots that each rank dispatches.
-        """
         return min(tokens, self.num_local * self.capacity(tokens))
 
 
@@ -298,16 +292,6 @@ class BoundedTokenDispatcher(TokenDispatcher):
             return None
         certain = math.ceil(self.even_part(tokens))
         return used_rows(routes.counts_ee, self.ep.rank, x_RD[0], certain, self.part_rows(tokens))
-
-    def part_rows(self, tokens: int) -> int:
-        """Return P, the number of rows that this rank sends to each rank.
-
-        Args:
-            tokens: token slots that each rank dispatches.
-        """
-        bounds = self.room.bounds
-        assert bounds is not None, "this dispatcher is made for bounded buffers only"
-        return bounded_rows(self.even_part(tokens), bounds.peer, self.worst_part(tokens))
 
     def buffer_rows(self, tokens: int) -> int:
         return self.bounded_rows(tokens)

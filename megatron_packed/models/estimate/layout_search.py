@@ -8,7 +8,7 @@ the first ones that fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, product
 from typing import Any, NamedTuple
@@ -65,42 +65,28 @@ class SearchResult:
     allowed: int
 
 
+@dataclass
 class LayoutSearch:
-    """Search over the layouts of a run.
+    """Search over the layouts of a run."""
 
-    Args:
-        configure: returns the configuration with other options.
-        world_size: number of processes.
-        vocab_size: entries of the vocabulary.
-        documents: capacity of a pack in documents.
-        lengths: tokens of the documents' pieces.
-        rates: rates of the GPUs.
-        limit: memory of a GPU in bytes.
-        memory_options: options of recomputation and offload to try.
-    """
-
-    def __init__(
-        self,
-        configure: Configure,
-        *,
-        world_size: int,
-        vocab_size: int,
-        documents: int,
-        lengths: NDArray[np.int64],
-        rates: GpuRates,
-        limit: int,
-        memory_options: Sequence[Options] = LEAST_MEMORY_LAST,
-    ) -> None:
-        self._configure = configure
-        self._world_size = world_size
-        self._vocab_size = vocab_size
-        self._documents = documents
-        self._lengths = lengths
-        self._rates = rates
-        self._limit = limit
-        self._memory_options = memory_options
-        self._traced: KnownUnits = {}
-        self._measured: KnownUnits = {}
+    configure: Configure
+    """Returns the configuration with other options."""
+    world_size: int
+    """Number of processes."""
+    vocab_size: int
+    """Entries of the vocabulary."""
+    documents: int
+    """Capacity of a pack in documents."""
+    lengths: NDArray[np.int64]
+    """Tokens of the documents' pieces."""
+    rates: GpuRates
+    """Rates of the GPUs."""
+    limit: int
+    """Memory of a GPU in bytes."""
+    memory_options: Sequence[Options] = LEAST_MEMORY_LAST
+    """Options of recomputation and offload to try."""
+    _traced: KnownUnits = field(default_factory=dict)
+    _measured: KnownUnits = field(default_factory=dict)
 
     def fastest(self, layouts: Sequence[Options], number: int) -> SearchResult:
         """Return at most ``number`` layouts that fit."""
@@ -116,20 +102,20 @@ class LayoutSearch:
             if planned is None:
                 continue
             allowed += 1
-            if self._least_bytes(*planned) <= self._limit:
+            if self._least_bytes(*planned) <= self.limit:
                 time = self._time(*planned)
                 waiting.append((time.seconds, next(order), time, layout, 0))
         heapify(waiting)
         fitting: list[FittingLayout] = []
         while waiting and len(fitting) < number:
             _, _, time, layout, level = heappop(waiting)
-            options = {**layout, **self._memory_options[level]}
+            options = {**layout, **self.memory_options[level]}
             total = self._total(options)
-            if total <= self._limit:
+            if total <= self.limit:
                 fitting.append(FittingLayout(options=options, time=time, total=total))
                 continue
-            for next_level in range(level + 1, len(self._memory_options)):
-                planned = self._planned({**layout, **self._memory_options[next_level]})
+            for next_level in range(level + 1, len(self.memory_options)):
+                planned = self._planned({**layout, **self.memory_options[next_level]})
                 if planned is not None and self._may_fit(planned.config, total):
                     later = self._time(*planned)
                     heappush(waiting, (later.seconds, next(order), later, layout, next_level))
@@ -138,20 +124,18 @@ class LayoutSearch:
 
     def _planned(self, options: Options) -> _Planned | None:
         """Return the configuration and the model of a rank; None if the options are refused."""
-        config = self._configure(options)
+        config = self.configure(options)
         if config is None:
             return None
-        return _Planned(config, Imagined.from_config(config, self._world_size, self._vocab_size))
+        return _Planned(config, Imagined.from_config(config, self.world_size, self.vocab_size))
 
     def _time(self, config: RunConfig, imagined: Imagined) -> StepTime:
-        return step_time(
-            config, imagined, self._documents, self._lengths, self._rates, self._traced
-        )
+        return step_time(config, imagined, self.documents, self.lengths, self.rates, self._traced)
 
     def _total(self, options: Options) -> int:
         planned = self._planned(options)
         assert planned is not None, "its time was computed"
-        return usual(estimates_of(*planned, self._documents, self._measured)).total
+        return usual(estimates_of(*planned, self.documents, self._measured)).total
 
     def _least_bytes(self, config: RunConfig, imagined: Imagined) -> int:
         """Return the bytes of parameters, optimizer state and gradients, of at least bf16. A rank
@@ -170,7 +154,7 @@ class LayoutSearch:
             return True
         rows = config.packing.tokens_per_pack // config.parallel.ranks_per_row
         inputs = len(config.model.layer_types) * rows * config.model.hidden_size
-        return total - inputs * torch.bfloat16.itemsize <= self._limit
+        return total - inputs * torch.bfloat16.itemsize <= self.limit
 
 
 class _Planned(NamedTuple):

@@ -171,5 +171,4 @@ def attention_share(config: RunConfig, vocab_size: int, lengths: NDArray[np.int6
     Args:
         lengths: tokens of the documents' pieces.
     """
-    flops = FlopCounter(config.model, vocab_size).training(lengths)
-    return flops.attention / flops.total
+    return FlopCounter(config.model, vocab_size).training(lengths).attention_share

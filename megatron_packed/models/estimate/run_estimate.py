@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import ceil
@@ -36,7 +36,7 @@ from megatron_packed.models.estimate.rows_of_ranks import (
 )
 from megatron_packed.models.estimate.step_memory import KnownUnits, Work
 from megatron_packed.models.estimate.step_time import StepTime, owned_layout, step_time
-from megatron_packed.models.flops import FlopCounter
+from megatron_packed.models.flops import FlopCounter, Flops
 from megatron_packed.models.metrics_layout import MetricsLayout
 from megatron_packed.models.run_model import dtype_of
 from megatron_packed.models.tensor_overlap import symmetric_bytes
@@ -334,8 +334,8 @@ class StepWork:
     documents_per_pack: float
     tokens: int
     """Tokens of a step."""
-    flops: Mapping[str, float]
-    """Kind of work -> FLOPs of forward and backward of a step, over all ranks."""
+    flops: Flops
+    """FLOPs of forward and backward of a step, over all ranks."""
     six_n_t: float
     """The estimate ``6 N T`` of these FLOPs, with 4 in place of 6 for frozen parameters."""
     multiplied_parameters: int
@@ -346,14 +346,6 @@ class StepWork:
     """FLOPs with weights that ``6 N T`` counts once and a token uses several times."""
     rows_of_ranks: RowsOfRanks | None
     """Partitions of a pack; None if attention exchanges no keys and values."""
-
-    @property
-    def total(self) -> float:
-        return sum(self.flops.values())
-
-    @property
-    def attention_share(self) -> float:
-        return self.flops["attention"] / self.total
 
 
 def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
@@ -382,12 +374,12 @@ def step_work(config: RunConfig, vocab_size: int, lengths: Lengths) -> StepWork:
         longest=int(pieces.max()),
         documents_per_pack=packing.tokens_per_pack / float(pieces.mean()),
         tokens=tokens,
-        flops={described.name: getattr(flops, described.name) for described in fields(flops)},
+        flops=flops,
         six_n_t=counter.six_n_t(tokens),
         multiplied_parameters=counter.parameters.multiplied,
         multiplied_frozen=counter.parameters.multiplied_frozen,
         repeated=counter.repeated_work(tokens),
-        rows_of_ranks=rows_of_ranks(config, pieces, flops.attention / flops.total),
+        rows_of_ranks=rows_of_ranks(config, pieces, flops.attention_share),
     )
 
 

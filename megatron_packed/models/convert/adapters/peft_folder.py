@@ -17,7 +17,7 @@ from megatron_packed.config import flag_names as flags
 from megatron_packed.config.parser.did_you_mean import did_you_mean, nearest
 from megatron_packed.config.sections.model import ModelConfig
 from megatron_packed.layers.lora import is_adapter
-from megatron_packed.models.convert.adapters.factors import Factors, split_factors
+from megatron_packed.models.convert.adapters.factors import Factors
 from megatron_packed.models.convert.adapters.matrices import (
     AdaptableWeight,
     adaptable_weights,
@@ -33,6 +33,7 @@ from megatron_packed.models.convert.adapters.peft_config import (
 )
 from megatron_packed.models.convert.adapters.peft_names import PREFIX
 from megatron_packed.models.convert.adapters.peft_tensors import (
+    factors_of,
     from_peft,
     peft_tensors,
     recognised,
@@ -101,12 +102,7 @@ def collected(config: ModelConfig, family: Family, stored: Mapping[str, Tensor])
     """
     weights = adaptable_weights(config, family)
     rows = trained_rows(config)
-    split: dict[str, Factors] = {}
     left_out = [name for name in rows if name not in {weight.name for weight in weights}]
-    for weight in weights:
-        if weight.name in rows:
-            stacked = Factors(*(stored[weight.factor(which)] for which in "AB"))
-            split |= split_factors(weight, stacked, rows[weight.name])
     whole: dict[str, Tensor] = {}
     every = _every_weight(config, family)
     for name, value in stored.items():
@@ -116,6 +112,7 @@ def collected(config: ModelConfig, family: Family, stored: Mapping[str, Tensor])
                 left_out.append(name)
             else:
                 whole |= parts
+    split = factors_of(stored, weights, rows)
     return Adapters(config, family, weights, split, whole, tuple(left_out))
 
 

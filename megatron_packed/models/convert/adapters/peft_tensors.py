@@ -38,12 +38,19 @@ def to_peft(
         adapters: tensors of adapters by their names in the model.
         weights: the weights of the model that may have adapters.
     """
+    return peft_tensors(weights, factors_of(adapters, weights, rows))
+
+
+def factors_of(
+    adapters: Mapping[str, Tensor], weights: Sequence[AdaptableWeight], rows: Rows
+) -> dict[str, Factors]:
+    """Return the factors of each adapter by the path of its matrix; arguments are those of `to_peft`."""
     split: dict[str, Factors] = {}
     for weight in weights:
         if weight.name in rows:
             stacked = Factors(*(adapters[weight.factor(which)] for which in "AB"))
             split |= split_factors(weight, stacked, rows[weight.name])
-    return peft_tensors(weights, split)
+    return split
 
 
 def from_peft(
