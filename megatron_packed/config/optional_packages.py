@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -171,6 +170,8 @@ STRANGERS = tuple(Stranger(**row) for row in _TABLES["strangers"])
 
 def version_of(name: str) -> str | None:
     """Return the version of an installed distribution; None if it is absent or unrecorded."""
+    from importlib import metadata  # takes 30 ms, which processes of tokenizers do not need
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -81,7 +81,8 @@ def matrices_of(
         return [Matrix(name, part) for part in interleaved(1, [rows])]
     if family is not None:
         # Only tables have the rows of the vocabulary; a gate has one row, which is no vocabulary.
-        config = replace(config, vocab_size=config.vocab_size or max(shape[0], 2))
+        if not config.vocab_size:
+            config = _with_vocabulary(config, max(shape[0], 2))
         return [
             Matrix(tensor.name.removesuffix(".weight"), Part(tensor.shape[0], tensor.moves))
             for tensor in parts_of(name, shape, family, config)
@@ -100,6 +101,11 @@ def matrices_of(
         Matrix(f"{place}.{which}".removeprefix("."), part)
         for which, part in zip(names, parts, strict=True)
     ]
+
+
+@lru_cache(maxsize=64)  # a new configuration is checked, which takes 2 ms for each weight
+def _with_vocabulary(config: ModelConfig, size: int) -> ModelConfig:
+    return replace(config, vocab_size=size)
 
 
 def family_of(config: ModelConfig) -> Family | None:

@@ -37,13 +37,15 @@ def changed_package(
 ) -> Path:
     """Copy the package into ``folder`` and change it.
 
+    The compiled modules are copied too. Python compiles a changed file again, because its time of
+    change differs.
+
     Args:
         new_files: path in the package -> file with its text; the package must not have the path.
         edits: replaced texts.
     """
     copy = folder / PACKAGE
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / PACKAGE, copy, ignore=ignore)
+    shutil.copytree(REPOSITORY / PACKAGE, copy)
     for name, source in (new_files or {}).items():
         assert not (copy / name).exists(), f"{name} is not new"
         shutil.copyfile(source, copy / name)

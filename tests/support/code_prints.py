@@ -72,6 +72,7 @@ class Sources:
         self._folder, self._root, self._fixtures = folder, root, fixtures
         self._modules: dict[Path, Module] = {}
         self._names: dict[Definition, list[Definition]] = {}
+        self._texts: dict[Definition, list[str]] = {}
 
     def module(self, path: Path) -> Module:
         if path not in self._modules:
@@ -106,11 +107,21 @@ class Sources:
                 waiting += self._named_by(definition)
         return sorted(
             {
-                text_of(statement, name if (path, name) == unnamed else "")
-                for path, name in found
-                for statement in self.module(path).definitions[name]
+                text
+                for definition in found
+                for text in self._texts_of(definition, unnamed=definition == unnamed)
             }
         )
+
+    def _texts_of(self, definition: Definition, *, unnamed: bool) -> list[str]:
+        """Return the text of each statement of a definition; most are part of many tests."""
+        path, name = definition
+        statements = self.module(path).definitions[name]
+        if unnamed:
+            return [text_of(statement, name) for statement in statements]
+        if definition not in self._texts:
+            self._texts[definition] = [text_of(statement) for statement in statements]
+        return self._texts[definition]
 
     def _named_by(self, definition: Definition) -> list[Definition]:
         """Return the definitions in the folder that a definition names."""

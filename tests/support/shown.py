@@ -26,6 +26,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,16 @@ def outcome_of(phases: list[pytest.TestReport]) -> str:
     return worst if called or worst != "passed" else "not run"
 
 
+@cache
+def _sources() -> tuple[Sources, Sources]:
+    """Return the files of the tests and of the ops, which all records read once.
+
+    A process reads them as they are when it collects its tests.
+    """
+    tests = Path(__file__).resolve().parents[1]
+    return Sources(tests, tests, fixtures=True), kernel_code.ops_sources()
+
+
 class Evidence:
     """Claims of tests with the fingerprints of their code and of their kernels.
 
@@ -204,8 +215,7 @@ class Evidence:
 
     def __init__(self, *, gpu: bool) -> None:
         self._gpu = gpu
-        tests = Path(__file__).resolve().parents[1]
-        self._tests, self._ops = Sources(tests, tests, fixtures=True), kernel_code.ops_sources()
+        self._tests, self._ops = _sources()
         self._kernels: dict[tuple[str, ...], str] = {}
 
     def of(self, item: pytest.Item) -> dict[str, Any]:

@@ -29,17 +29,25 @@ class _Result(NamedTuple):
 
 _results: dict[Any, tuple[bool, list[_Result]]] = {}
 """Call -> whether it returns one tensor, and its results."""
+_unchanged: set[Any] = set()
+"""Calls that return their first argument and change nothing of it but its values."""
 
 
 def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Call an operation, or return new tensors like the results of an equal call before."""
-    if not _allocates(func):
+    """Call an operation, or return new tensors like the results of an equal call before.
+
+    An operation in place that was called before returns its argument, which has no values here.
+    """
+    in_place = _in_place(func)
+    if not (in_place or _allocates(func)):
         return func(*args, **kwargs)
     try:
         call = (func, *map(_described, args), *((k, _described(v)) for k, v in kwargs.items()))
         remembered = _results.get(call)
     except TypeError:  # an argument is on another device, or cannot be compared
         return func(*args, **kwargs)
+    if in_place:
+        return args[0] if call in _unchanged else _write(func, args, kwargs, call)
     if remembered is not None:
         single, likes = remembered
         new = [like.empty() for like in likes]
@@ -54,6 +62,30 @@ def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
             [_Result(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results],
         )
     return result
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> object:
+    """Call an operation in place, and remember the call if it only writes values."""
+    address = args[0].untyped_storage()._cdata
+    result = func(*args, **kwargs)
+    same = args[0].untyped_storage()._cdata == address and _described(args[0]) == call[1]
+    if same and result is args[0]:
+        if len(_unchanged) >= _REMEMBERED:
+            _unchanged.clear()
+        _unchanged.add(call)
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _in_place(func: Any) -> bool:
+    """Return whether an operation writes into its first argument alone, and returns it."""
+    first, *others = func._schema.arguments or [None]
+    if first is None or any(argument.alias_info is not None for argument in others):
+        return False
+    if func._schema.name == "aten::set_":  # gives the argument the memory of another tensor
+        return False
+    aliases = [each.alias_info for each in (first, *func._schema.returns)]
+    return len(aliases) == 2 and all(alias is not None and alias.is_write for alias in aliases)
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,24 @@ SHARED_MEMORY = 227 * 1024
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
+def keep_in(pytestconfig, monkeypatch, tmp_path):
+    """Provide a function that chooses the folder of compiled kernels by its name.
+
+    It stays in pytest's cache from one run of the tests to the next. Triton's keys have the code of a
+    kernel with all that it calls, its options and Triton itself. So a change of any of these compiles
+    the kernel again.
+    """
+
+    def choose(name):
+        cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+        folder = tmp_path / name if cache is None else cache.mkdir(name)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+
+    return choose
+
+
+@pytest.fixture
+def compiled(monkeypatch, keep_in):
     """Provide a list of (name, kernel) in the order of launches; launches only compile."""
     kernels = []
     run = triton.runtime.jit.JITFunction.run
@@ -43,7 +60,7 @@ def compiled(monkeypatch, tmp_path):
         kernels.append((self.fn.__name__, kernel))
         return kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    keep_in("triton_kernels")
     # Numbers of lines for debuggers would take an eighth of the time. They change no instruction.
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
@@ -51,13 +68,14 @@ def compiled(monkeypatch, tmp_path):
     return kernels
 
 
-def omit_machine_code(monkeypatch):
+def omit_machine_code(monkeypatch, keep_in):
     """Let compilations end with LLVM IR that is not optimised, when the use of shared memory is known.
 
     The generation of code would take half of the time of kernels with products in float32, and a
-    quarter of the time of other kernels. The kernels without code belong to a device of their own,
-    so that no other test gets them from the cache in memory.
+    quarter of the time of other kernels. The kernels without code belong to a device and a folder of
+    their own, so that no other test gets them from a cache.
     """
+    keep_in("triton_kernels_without_code")
     backend = import_module("triton.backends.nvidia.compiler").CUDABackend
 
     def name_only(self, source, metadata, *options):
@@ -316,9 +334,11 @@ PARTS_STACK = {
     ("dtype", "head_dim", "doubled"),
     [(torch.bfloat16, 128, False), (torch.float32, 32, False), (torch.bfloat16, 128, True)],
 )
-def test_delta_rule_compiles_and_fits(dtype, head_dim, doubled, compiled, monkeypatch, tmp_path):
+def test_delta_rule_compiles_and_fits(
+    dtype, head_dim, doubled, compiled, keep_in, monkeypatch, tmp_path
+):
     if doubled:  # its products in float32 are those of the case before
-        omit_machine_code(monkeypatch)
+        omit_machine_code(monkeypatch, keep_in)
     delta_rule(1024, 2, 4, head_dim, head_dim, dtype=dtype, doubled=doubled)
     assert DELTA_RULE_STACK.keys() <= dict(compiled).keys()
     assert_sound_products(compiled)
@@ -357,14 +377,14 @@ WITH_MACHINE_CODE = (USUAL_SCAN, INCOMPLETE_LARGE_TILES)
     ],
     ids=["usual", "large state", "small state", "incomplete large tiles", "incomplete tiles"],
 )
-def test_scan_compiles_and_fits(sizes, compiled, monkeypatch, tmp_path):
+def test_scan_compiles_and_fits(sizes, compiled, keep_in, monkeypatch, tmp_path):
     """Check whole and incomplete tiles of each size of a state.
 
     Machine code is made of whole tiles of the usual state and of incomplete tiles of the large
     state. Together they have all branches of the kernels.
     """
     if sizes not in WITH_MACHINE_CODE:
-        omit_machine_code(monkeypatch)
+        omit_machine_code(monkeypatch, keep_in)
     scan(*sizes)
     assert SCAN_STACK.keys() <= dict(compiled).keys()
     assert_sound_products(compiled)
@@ -437,8 +457,8 @@ def test_every_launch_compiles_and_fits(launches, size, dtype, in_flat_buffer, c
         assert stack_bytes(kernel, tmp_path / name) == 0, name
 
 
-def test_packs_of_any_length_share_the_kernels_that_add_up(compiled, monkeypatch):
-    omit_machine_code(monkeypatch)
+def test_packs_of_any_length_share_the_kernels_that_add_up(compiled, keep_in, monkeypatch):
+    omit_machine_code(monkeypatch, keep_in)
     op = import_module(OPS + "rms_norm.triton_kernel")
     for tokens in (1, 3, 40, 64):
         backward(
