@@ -54,10 +54,9 @@ LAYERS = dataclasses.replace(
     moe_shared_expert_intermediate_size=None,
     moe_shared_expert_gate=False,
     moe_router_enable_expert_bias=False,
-    mamba_cp_comm_type="heads",
 )
 """Attention's heads travel in 4 parts over one rank, all heads in 2 parts over two ranks."""
-HEADS = {"cp_size": 2, "cp_comm_type": "a2a"}
+HEADS = {"cp_size": 2, "cp_comm_type": "a2a", "mamba_cp_comm_type": "heads"}
 
 
 def parts_of(job: Job) -> list[int]:
@@ -73,7 +72,10 @@ def compare(groups: ParallelGroups, impl: str, backend: str = NCCL) -> dict[str,
     Heads of replayed steps travel by ``backend``, those of eager steps by NCCL.
     """
     configure_determinism()
-    layout: dict[str, Any] = {"context_parallel_size": groups.cp.size}
+    layout: dict[str, Any] = {
+        "context_parallel_size": groups.cp.size,
+        "mamba_cp_comm_type": "heads",
+    }
     whole = build_job(config_of(LAYERS, **layout), groups, VOCAB)
     config = config_of(LAYERS, cp_comm_overlap_parts=PARTS, **layout)
     eager = build_job(config, groups, VOCAB)
