@@ -4,7 +4,7 @@ them, and of its schedule with ``--use-checkpoint-opt_param-scheduler``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,48 +57,50 @@ def packs_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[
     Options that the user gave keep their values. If the checkpoint's values do not fit the other
     options, no option changes; the run is then refused when its packs are compared.
     """
-    return _as_stored(config, stored, lambda field: field.section in PACK_SECTIONS)
+    changes = [each for each in _other_values(config, stored) if each[0].section in PACK_SECTIONS]
+    try:
+        return _with_values(config, changes), [as_flag(*change) for change in changes]
+    except ConfigError:
+        return config, []
 
 
 def sums_as_stored(
     config: RunConfig, stored: Stored, processes: int
-) -> tuple[RunConfig, list[str]]:
-    """Return the configuration that adds numbers up in the order of a checkpoint's run, and the
-    flags that come from the checkpoint.
+) -> tuple[RunConfig, list[str], list[str]]:
+    """Return the configuration that adds numbers up in the order of a checkpoint's run, the flags
+    that come from the checkpoint, and those that do not fit this run.
 
     A newer default would be as good, but the run would not have the bits of a run that never stopped.
     """
-
-    def acts(field: Field) -> bool:
+    taken, unfit = [], []
+    for field, value in _other_values(config, stored):
         conditions = field.option.conditions
-        return field.section not in PACK_SECTIONS and all(
-            condition.holds(config, processes) for condition in conditions
-        )
-
-    config, flags = _as_stored(config, stored, acts)
-    config, more = overlap_as_stored(config, stored)
-    return config, flags + more
-
-
-def _as_stored(
-    config: RunConfig, stored: Stored, takes: Callable[[Field], bool]
-) -> tuple[RunConfig, list[str]]:
-    full, keys = with_implied(stored), implied_keys(config)
-    changes: dict[str, dict[str, Any]] = {}
-    flags = []
-    for field, stored_value in stored_values(full):
-        if field.key not in keys or not takes(field):
+        acts = all(condition.holds(config, processes) for condition in conditions)
+        if field.section in PACK_SECTIONS or not acts:
             continue
-        if stored_value not in (None, config.value_of(field)):
-            changes.setdefault(field.section, {})[field.name] = stored_value
-            flags.append(as_flag(field, stored_value))
-    try:
-        sections = {
-            name: replace(getattr(config, name), **values) for name, values in changes.items()
-        }
-        return replace(config, **sections), flags
-    except ConfigError:
-        return config, []
+        try:
+            config = _with_values(config, [(field, value)])
+            taken.append(as_flag(field, value))
+        except ConfigError:
+            unfit.append(as_flag(field, value))
+    config, more = overlap_as_stored(config, stored)
+    return config, taken + more, unfit
+
+
+def _other_values(config: RunConfig, stored: Stored) -> Iterator[tuple[Field, Any]]:
+    """Yield the options that a checkpoint decides and that have another value in it, with this value."""
+    keys = implied_keys(config)
+    for field, value in stored_values(with_implied(stored)):
+        if field.key in keys and value not in (None, config.value_of(field)):
+            yield field, value
+
+
+def _with_values(config: RunConfig, changes: Iterable[tuple[Field, Any]]) -> RunConfig:
+    sections: dict[str, dict[str, Any]] = {}
+    for field, value in changes:
+        sections.setdefault(field.section, {})[field.name] = value
+    changed = {name: replace(getattr(config, name), **each) for name, each in sections.items()}
+    return replace(config, **changed)
 
 
 def overlap_as_stored(config: RunConfig, stored: Stored) -> tuple[RunConfig, list[str]]:

@@ -221,10 +221,14 @@ def resumed_options(
     # The load refuses to resume from converted weights.
     if metadata is None or (resumed := Resumed(metadata, options.begin_phase)).untrained:
         return config, None, []
-    config, flags = sums_as_stored(config, resumed.options, groups.world_size)
+    config, flags, unfit = sums_as_stored(config, resumed.options, groups.world_size)
     lines = [
         f"options taken from the checkpoint, so that sums keep their order: {' '.join(flags)}"
     ] * bool(flags)
+    lines += [
+        f"options of the checkpoint that do not fit this layout: {' '.join(unfit)}; sums are added "
+        "in another order"
+    ] * bool(unfit)
     config, flags = partition_as_stored(config, resumed.options)
     if not resumed.has_new_packs:
         config, of_packs = packs_as_stored(config, resumed.options)

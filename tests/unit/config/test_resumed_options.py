@@ -83,14 +83,14 @@ def test_a_checkpoint_of_before_goes_on_with_the_sums_of_its_time(right) -> None
     older = to_dict(config)
     del older["model"]["moe_dispatch"]
     for each in (stored, older):
-        taken, flags = sums_as_stored(config, each, 2)
-        assert (taken.model.moe_dispatch, flags) == ("rows", ["--moe-dispatch rows"])
+        taken, flags, unfit = sums_as_stored(config, each, 2)
+        assert (taken.model.moe_dispatch, flags, unfit) == ("rows", ["--moe-dispatch rows"], [])
         assert packs_as_stored(config, each) == (config, [])
-    assert sums_as_stored(config, to_dict(config), 2) == (config, [])
+    assert sums_as_stored(config, to_dict(config), 2) == (config, [], [])
     gathers = parse([*words, "--moe-token-dispatcher-type", "allgather"], 2)
-    assert sums_as_stored(gathers, stored, 2) == (gathers, [])  # the option has no effect
+    assert sums_as_stored(gathers, stored, 2) == (gathers, [], [])  # the option has no effect
     given = parse([*words, "--moe-dispatch", "tokens"], 2)
-    assert sums_as_stored(given, stored, 2) == (given, [])
+    assert sums_as_stored(given, stored, 2) == (given, [], [])
 
 
 def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) -> None:
@@ -102,15 +102,33 @@ def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) ->
     older = to_dict(config)
     del older["parallel"]["mamba_cp_comm_type"]
     for each in (stored, older):
-        taken, flags = sums_as_stored(config, each, 2)
+        taken, flags, unfit = sums_as_stored(config, each, 2)
         assert taken.parallel.mamba_cp_comm_type == "heads"
-        assert flags == ["--mamba-cp-comm-type heads"]
-    assert sums_as_stored(config, to_dict(config), 2) == (config, [])
+        assert (flags, unfit) == (["--mamba-cp-comm-type heads"], [])
+    assert sums_as_stored(config, to_dict(config), 2) == (config, [], [])
     given = parse([*words, "--mamba-cp-comm-type", "state"], 2)
     alone = parse(argv_of(right, "--hybrid-layer-pattern M-"))
     without = parse(argv_of(right, "--hybrid-layer-pattern * --context-parallel-size 2"), 2)
     for run, processes in ((given, 2), (alone, 1), (without, 2)):
-        assert sums_as_stored(run, stored, processes) == (run, [])
+        assert sums_as_stored(run, stored, processes) == (run, [], [])
+
+
+def test_an_option_that_does_not_fit_the_layout_is_named_and_the_others_are_taken(right) -> None:
+    """Two ranks cannot share one key head, so delta rules pass states; Mamba layers exchange heads."""
+    words = argv_of(
+        right,
+        "--hybrid-layer-pattern MG --context-parallel-size 2 --linear-num-key-heads 1 "
+        "--linear-num-value-heads 2",
+    )
+    config = parse(words, 2)
+    stored = to_dict(config)
+    stored["parallel"] |= {"mamba_cp_comm_type": "heads", "linear_cp_mode": "headwise"}
+    taken, flags, unfit = sums_as_stored(config, stored, 2)
+    assert (taken.parallel.mamba_cp_comm_type, taken.parallel.linear_cp_mode) == (
+        "heads",
+        "chunkwise",
+    )
+    assert (flags, unfit) == (["--mamba-cp-comm-type heads"], ["--linear-cp-mode headwise"])
 
 
 @pytest.mark.parametrize(

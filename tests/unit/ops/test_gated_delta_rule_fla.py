@@ -79,9 +79,10 @@ def inputs(**changes):
         ({"dtype": torch.float32}, "bfloat16 and float16, not torch.float32"),
         ({"key_dim": 258}, "key dimension (258)"),
         ({"value_dim": 7}, "value dimension (7)"),
+        ({"allow_neg_eigval": True}, "doubled beta"),
         ({"deterministic": True}, "not proven"),
     ],
-    ids=["device", "dtype", "key", "value", "deterministic"],
+    ids=["device", "dtype", "key", "value", "doubled", "deterministic"],
 )
 def test_inputs_that_the_kernels_do_not_support(backend, monkeypatch, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
