@@ -53,8 +53,8 @@ def _head_width(model: AttentionOptions) -> int | None:
     return model.hidden_size // heads if heads and model.hidden_size % heads == 0 else None
 
 
-class HeadOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
-    """Heads and norms of ``*`` layers."""
+class AttentionOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
+    """Heads, position embedding and norms of ``*`` layers."""
 
     num_attention_heads: int = option(
         0,
@@ -144,15 +144,11 @@ class HeadOptions(StackOptions, group=ATTN, only_if=ATTENTION_LAYERS):
             "mrope": "give rope",
         },
     )
-
-
-class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)):
-    """Heads, position embedding and norms of ``*`` layers."""
-
     rotary_base: float = option(
         10000.0,
         "Base of the rotary frequencies.",
         above=1,
+        only_if=ROPE,
         phase=True,
     )
     rotary_percent: float = option(
@@ -160,17 +156,19 @@ class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)
         "Fraction of the channels of each head that is rotated.",
         above=0,
         maximum=1,
+        only_if=ROPE,
     )
     use_rope_scaling: bool = option(
         False,
         "Stretch the low rotary frequencies, as Llama 3.1 and later do.",
+        only_if=ROPE,
         phase=True,
     )
     rope_scaling_factor: float = option(
         8.0,
         "Factor by which --use-rope-scaling stretches.",
         minimum=1,
-        only_if=_ROPE_SCALING,
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_low_freq_factor: float = option(
@@ -178,7 +176,7 @@ class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)
         "With --use-rope-scaling: frequencies with at most this number of turns within "
         "--rope-scaling-original-max-positions are stretched.",
         above=0,
-        only_if=_ROPE_SCALING,
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_high_freq_factor: float = option(
@@ -186,7 +184,7 @@ class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)
         "With --use-rope-scaling: frequencies with at least this number of turns within "
         "--rope-scaling-original-max-positions stay unchanged.",
         above=0,
-        only_if=_ROPE_SCALING,
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     rope_scaling_original_max_positions: int = option(
@@ -194,7 +192,7 @@ class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)
         "Longest document of the training before --use-rope-scaling.",
         unit="tokens",
         minimum=1,
-        only_if=_ROPE_SCALING,
+        only_if=(ROPE, _ROPE_SCALING),
         phase=True,
     )
     max_position_embeddings: int | None = option(
@@ -204,6 +202,7 @@ class AttentionOptions(HeadOptions, group=ATTN, only_if=(ATTENTION_LAYERS, ROPE)
         unit="tokens",
         minimum=2,
         training_only=True,
+        only_if=ROPE,
     )
 
     @property

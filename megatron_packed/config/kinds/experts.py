@@ -49,8 +49,8 @@ SAME_TOKENS = Condition(
 )
 
 
-class ExpertSizes(StackOptions, group=EXPERTS):
-    """Numbers and sizes of the experts of ``E`` layers."""
+class ExpertOptions(StackOptions, group=EXPERTS):
+    """Experts, router and dispatcher of ``E`` layers."""
 
     num_experts: int | None = option(
         None,
@@ -98,29 +98,26 @@ class ExpertSizes(StackOptions, group=EXPERTS):
         "token.",
         only_if=SHARED_EXPERT,
     )
-
-
-class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
-    """Router and dispatcher of ``E`` layers."""
-
     moe_router_score_function: str = option(
         "softmax",
         "Function that turns router logits into scores.",
         choices=("softmax", "sigmoid"),
         not_built={"sqrtsoftplus": "give sigmoid"},
+        only_if=EXPERT_LAYERS,
         phase=True,
     )
     moe_router_pre_softmax: bool = option(
         False,
         "Apply the softmax over all experts before the top k are chosen, instead of over "
         "the chosen ones.",
-        only_if=option_is_not("model.moe_router_score_function", "sigmoid"),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_router_score_function", "sigmoid")),
         phase=True,
     )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor applied to the scores of the chosen experts; 1 when not given.",
         above=0,
+        only_if=EXPERT_LAYERS,
         phase=True,
     )
     moe_router_num_groups: int | None = option(
@@ -129,7 +126,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "--moe-router-group-topk groups; of all groups when not given.",
         unit="groups",
         minimum=1,
-        only_if=LIMITED_GROUPS,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
     )
     moe_router_group_topk: int | None = option(
@@ -138,7 +135,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "sum has --moe-router-topk / --moe-router-group-topk scores, rounded down.",
         unit="groups",
         minimum=1,
-        only_if=LIMITED_GROUPS,
+        only_if=(EXPERT_LAYERS, LIMITED_GROUPS),
         phase=True,
         needs=Related("moe_router_num_groups"),
         at_most="moe_router_num_groups",
@@ -147,6 +144,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         False,
         "Balance the load of experts with a bias per expert. The bias is added to the scores "
         "only to choose experts.",
+        only_if=EXPERT_LAYERS,
         needs=Related("moe_router_score_function", value="sigmoid"),
     )
     moe_router_bias_update_rate: float = option(
@@ -154,7 +152,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Change of the expert bias per iteration (see --moe-router-enable-expert-bias).",
         minimum=0,
         training_only=True,
-        only_if=(option_given("model.moe_router_enable_expert_bias"), BALANCES),
+        only_if=(EXPERT_LAYERS, option_given("model.moe_router_enable_expert_bias"), BALANCES),
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
@@ -168,14 +166,14 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
             "sinkhorn": "give aux_loss, or none with --moe-router-enable-expert-bias",
             "quantile_balancing": "give aux_loss, or none with --moe-router-enable-expert-bias",
         },
-        only_if=(option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
     )
     moe_aux_loss_per_document: bool = option(
         False,
         "With seq_aux_loss, each document of a pack is one sample. Then this loss does not couple "
         "the documents of a pack.",
         training_only=True,
-        only_if=(option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
+        only_if=(EXPERT_LAYERS, option_is_not("model.moe_aux_loss_coeff", 0), BALANCES),
         needs=Related("moe_router_load_balancing_type", value="seq_aux_loss"),
     )
     moe_router_force_load_balancing: bool = option(
@@ -184,6 +182,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "The random logits depend on --seed and on the place of a token. The model does not learn to "
         "route.",
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_aux_loss_coeff: float = option(
         0.0,
@@ -191,6 +190,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         minimum=0,
         training_only=True,
         only_if=(
+            EXPERT_LAYERS,
             option_is_not("model.moe_router_load_balancing_type", "none"),
             BALANCES,
         ),
@@ -201,7 +201,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "Weight of the z-loss, which keeps router logits small; no z-loss when not given.",
         minimum=0,
         training_only=True,
-        only_if=BALANCES,
+        only_if=(EXPERT_LAYERS, BALANCES),
         zero_is_off=True,
     )
     moe_expert_capacity_factor: float | None = option(
@@ -210,6 +210,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "limit when not given.",
         above=0,
         training_only=True,
+        only_if=EXPERT_LAYERS,
     )
     moe_token_drop_policy: str = option(
         "probs",
@@ -217,7 +218,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "scores (probs) or the first (position).",
         choices=("probs", "position"),
         training_only=True,
-        only_if=option_given("model.moe_expert_capacity_factor"),
+        only_if=(EXPERT_LAYERS, option_given("model.moe_expert_capacity_factor")),
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
@@ -225,6 +226,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         "row counts need not be read from the device.",
         training_only=True,
         only_if=(
+            EXPERT_LAYERS,
             EXPERTS_ON_RANKS,
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
@@ -240,7 +242,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         value_notes={
             "flex": "the tokens go to the same experts without a dispatcher library, so only the speed differs"
         },
-        only_if=EXPERTS_ON_RANKS,
+        only_if=(EXPERT_LAYERS, EXPERTS_ON_RANKS),
     )
     moe_dispatch: str = option(
         "tokens",
@@ -251,6 +253,7 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         training_only=True,
         earlier=lambda stored: "rows",
         only_if=(
+            EXPERT_LAYERS,
             EXPERTS_ON_RANKS,
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
@@ -263,15 +266,11 @@ class RoutingOptions(ExpertSizes, group=EXPERTS, only_if=EXPERT_LAYERS):
         minimum=1,
         training_only=True,
         only_if=(
+            EXPERT_LAYERS,
             EXPERTS_ON_RANKS,
             option_is_not("model.moe_token_dispatcher_type", "allgather"),
         ),
     )
-
-
-class ExpertOptions(RoutingOptions, group=EXPERTS):
-    """Experts, router and dispatcher of ``E`` layers."""
-
     moe_shared_expert_overlap: bool = option(
         False,
         "Run the shared expert on a CUDA stream of its own, beside the dispatch of tokens to the "

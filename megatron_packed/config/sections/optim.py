@@ -58,20 +58,15 @@ _NOT_BUILT_MOMENTS = dict.fromkeys(
 )
 
 
-class RateOptions(Section, group=RATE):
-    """Option of the learning rate, which a run that does not train needs, too."""
-
-    lr: float = required_option("Maximum learning rate.", minimum=0)
-
-
-class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
+class ScheduleOptions(Section, group=RATE):
     """Options of the learning-rate schedule."""
 
+    lr: float = required_option("Maximum learning rate.", minimum=0)
     min_lr: float = option(
         0.0,
         "Minimum learning rate, reached at the end of the decay.",
         minimum=0,
-        only_if=option_is_not("optim.lr_decay_style", "constant"),
+        only_if=(TRAINS, option_is_not("optim.lr_decay_style", "constant")),
         zero_is_off=True,
         at_most="lr",
     )
@@ -82,13 +77,14 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         not_built={
             "inverse-square-root": "give cosine, or WSD with --lr-wsd-decay-style minus_sqrt"
         },
+        only_if=TRAINS,
     )
     lr_decay_iters: int | None = option(
         None,
         "Iteration at which the decay ends; the end of the run when not given.",
         unit="iterations",
         minimum=1,
-        only_if=DECAY_LENGTH,
+        only_if=(TRAINS, DECAY_LENGTH),
     )
     lr_decay_samples: int | None = option(
         None,
@@ -96,7 +92,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         unit="samples",
         minimum=1,
         maximum=1 << 62,
-        only_if=DECAY_LENGTH,
+        only_if=(TRAINS, DECAY_LENGTH),
         excludes=Related("lr_decay_iters", SAME_LENGTH),
     )
     lr_warmup_iters: int = option(
@@ -104,6 +100,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         "Length of the linear warm-up, in iterations.",
         unit="iterations",
         minimum=0,
+        only_if=TRAINS,
         zero_is_off=True,
     )
     lr_warmup_samples: int = option(
@@ -112,6 +109,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         unit="samples",
         minimum=0,
         maximum=1 << 62,
+        only_if=TRAINS,
         zero_is_off=True,
         excludes=Related("lr_warmup_iters", SAME_LENGTH),
     )
@@ -120,6 +118,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         "Length of the linear warm-up as a fraction of the decay iterations.",
         minimum=0,
         maximum=1,
+        only_if=TRAINS,
         zero_is_off=True,
         excludes=(Related("lr_warmup_iters"), Related("lr_warmup_samples")),
     )
@@ -127,7 +126,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         0.0,
         "Learning rate at the start of the warm-up.",
         minimum=0,
-        only_if=WARM_UP,
+        only_if=(TRAINS, WARM_UP),
         zero_is_off=True,
         at_most="lr",
     )
@@ -136,7 +135,7 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         "Length of the final decay of the WSD schedule, in iterations.",
         unit="iterations",
         minimum=1,
-        only_if=WSD,
+        only_if=(TRAINS, WSD),
     )
     lr_wsd_decay_samples: int | None = option(
         None,
@@ -144,14 +143,14 @@ class ScheduleOptions(RateOptions, group=RATE, only_if=TRAINS):
         unit="samples",
         minimum=1,
         maximum=1 << 62,
-        only_if=WSD,
+        only_if=(TRAINS, WSD),
         excludes=Related("lr_wsd_decay_iters", SAME_LENGTH),
     )
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the final decay of the WSD schedule.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        only_if=WSD,
+        only_if=(TRAINS, WSD),
     )
 
 
@@ -198,40 +197,37 @@ class WeightDecayOptions(Section, group=DECAY, only_if=TRAINS):
     )
 
 
-class OptimizerKernel(  # dataclass fields follow the bases from right to left
-    WeightDecayOptions, ScheduleOptions, group="Adam"
+class OptimizerConfig(  # dataclass fields follow the bases from right to left
+    WeightDecayOptions, ScheduleOptions, title="optim", group="Adam"
 ):
-    """Option of the kernel of AdamW."""
+    """Options of AdamW and of the learning-rate schedule. Rules that need the length of the run are
+    in ``cross_rules.py``.
+    """
 
     optimizer_backend: str = option(
         "auto",
         "Implementation of the optimizer step; auto uses the fastest that supports the run.",
         choices=("auto", "torch", "transformer_engine", "apex", "triton"),
     )
-
-
-class OptimizerConfig(OptimizerKernel, title="optim", group="Adam", only_if=TRAINS):
-    """Options of AdamW and of the learning-rate schedule. Rules that need the length of the run are
-    in ``cross_rules.py``.
-    """
-
     use_precision_aware_optimizer: bool = option(
         False,
         "Store the master of a bf16 weight as the weight and a 16-bit remainder, and allow bf16 "
         "moments. The pair holds all 32 bits of the master.",
-        only_if=BF16_STATE,
+        only_if=(TRAINS, BF16_STATE),
     )
     main_params_dtype: str = option(
         "fp32",
         "Precision of master weights.",
         choices=("fp32",),
         not_built={"fp16": "give fp32; masters of bf16 weights take 2 bytes beside the weight"},
+        only_if=TRAINS,
     )
     exp_avg_dtype: str = option(
         "fp32",
         "Data type of Adam's first moments; bf16 needs --use-precision-aware-optimizer.",
         choices=("fp32", "bf16"),
         not_built=_NOT_BUILT_MOMENTS,
+        only_if=TRAINS,
         resume="optimizer state",
         needs=Related("use_precision_aware_optimizer"),
     )
@@ -240,6 +236,7 @@ class OptimizerConfig(OptimizerKernel, title="optim", group="Adam", only_if=TRAI
         "Data type of Adam's second moments; bf16 needs --use-precision-aware-optimizer.",
         choices=("fp32", "bf16"),
         not_built=_NOT_BUILT_MOMENTS,
+        only_if=TRAINS,
         resume="optimizer state",
         needs=Related("use_precision_aware_optimizer"),
     )
@@ -248,29 +245,33 @@ class OptimizerConfig(OptimizerKernel, title="optim", group="Adam", only_if=TRAI
         "Rounding of bf16 moments. Rounded to nearest, as TransformerEngine does, a moment no "
         "longer changes once its changes are below 1/512 of it.",
         choices=("stochastic", "nearest"),
-        only_if=BF16_MOMENTS,
+        only_if=(TRAINS, BF16_MOMENTS),
     )
     clip_grad: float = option(
         1.0,
         "Global gradient norm above which the gradient is clipped; 0 disables clipping.",
         minimum=0,
+        only_if=TRAINS,
     )
     adam_beta1: float = option(
         0.9,
         "Decay rate of Adam's first moment (beta1).",
         minimum=0,
         below=1,
+        only_if=TRAINS,
     )
     adam_beta2: float = option(
         0.999,
         "Decay rate of Adam's second moment (beta2).",
         minimum=0,
         below=1,
+        only_if=TRAINS,
     )
     adam_eps: float = option(
         1e-8,
         "Value added to the square root of Adam's second moment.",
         above=0,
+        only_if=TRAINS,
     )
 
     @property

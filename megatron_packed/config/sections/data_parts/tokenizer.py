@@ -92,8 +92,8 @@ def _earlier_data_rules(stored: Stored) -> int:
     return EARLIER_RULES if stored["data"].get("sft", False) else DATA_RULES
 
 
-class TokenOptions(Section, group="tokenizer"):
-    """Tokenizer and its special tokens."""
+class TokenizerOptions(Section, group="tokenizer"):
+    """Tokenizer, chat template and prompt format."""
 
     tokenizer_type: str = derived_option(
         "Tokenizer type. ByteTokenizer uses bytes as tokens, NullTokenizer reads text of token "
@@ -186,11 +186,6 @@ class TokenOptions(Section, group="tokenizer"):
         minimum=0,
         resume="tokenizer",
     )
-
-
-class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
-    """Tokenizer, chat template and prompt format."""
-
     sft_tokenizer_prompt_format: str | None = option(
         None,
         "Megatron prompt format for the tokens and targets of a conversation. When not given, "
@@ -200,6 +195,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
             "nemotron-h-aligned",
             "a model is trained for the chat template of its tokenizer",
         ),
+        only_if=TEXT,
         resume="chat",
         needs=Related("sft", CONVERSATIONS),
     )
@@ -207,6 +203,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         None,
         f"Chat template: a jinja2 file, or {' or '.join(CHAT_TEMPLATES)}; the template of the "
         "tokenizer when not given.",
+        only_if=TEXT,
         resume="chat",
         needs=Related("sft", CONVERSATIONS),
     )
@@ -216,6 +213,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         "is the last token. With document, an end-of-document token is learned after this turn, "
         "as in checkpoints without this option.",
         choices=ANSWER_ENDS,
+        only_if=TEXT,
         resume="chat",
         earlier=_earlier_answer_end,
         needs=Related("sft", CONVERSATIONS),
@@ -228,7 +226,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         "every answer is learned, with its history as served, in as few documents as possible. "
         "With last, only the last one of these documents is used.",
         choices=MULTI_TURN,
-        only_if=(TURNS, SERVED_HISTORY),
+        only_if=(TEXT, TURNS, SERVED_HISTORY),
         resume="chat",
     )
     unprinted_policy: str = option(
@@ -237,7 +235,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         "its chat template does not print. With refuse, its line is unusable. With count, the line "
         "is used without the part, and the report counts it.",
         choices=UNPRINTED_POLICIES,
-        only_if=TURNS,
+        only_if=(TEXT, TURNS),
         resume="chat",
     )
     special_tokens_in_text: str | None = option(
@@ -246,19 +244,20 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         "the tokens. When not given, they are letters, and data of which more than "
         "--max-bad-fraction of the lines spell turn markers is refused.",
         choices=SPECIAL_IN_TEXT,
+        only_if=TEXT,
         resume="chat",
     )
     chat_template_date: str | None = option(
         None,
         "Date that a chat template gets when it asks for today's date, as 2026-11-28; none when "
         "not given, so that the same data has the same tokens every day.",
-        only_if=TURNS,
+        only_if=(TEXT, TURNS),
         resume="chat",
     )
     chat_template_kwargs: str | None = option(
         None,
         "Variables of the chat template as a JSON object, as in '{\"enable_thinking\": false}'.",
-        only_if=TURNS,
+        only_if=(TEXT, TURNS),
         resume="chat",
     )
     data_rules: int = option(
@@ -268,7 +267,7 @@ class TokenizerOptions(TokenOptions, group="tokenizer", only_if=TEXT):
         "earlier versions set it, so that their runs go on.",
         minimum=EARLIER_RULES,
         maximum=DATA_RULES,
-        only_if=TURNS,
+        only_if=(TEXT, TURNS),
         resume="data",
         earlier=_earlier_data_rules,
     )
