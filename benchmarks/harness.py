@@ -47,6 +47,9 @@ _LIBRARIES = (
     "mamba-ssm",
     "causal-conv1d",
     "megatron-core",
+    "fla-core",
+    "flash-qla",
+    "tilelang",
 )
 
 

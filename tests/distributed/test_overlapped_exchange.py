@@ -188,6 +188,7 @@ def results(groups: ParallelGroups, run: Run, parts: int) -> tuple[dict[str, Ten
         dtype=torch.float32,
         cp_comm_type=run.comm_type,
         mamba_cp_comm_type=run.mamba,
+        linear_cp_mode="headwise",
         cp_comm_overlap_parts=parts,
         sequence_parallel=run.sequence_parallel,
     )
@@ -273,6 +274,8 @@ def isolated(groups: ParallelGroups, comm_types: list[str]) -> list[list[str]]:
             torch.float32,
             groups=groups,
             cp_comm_type=comm_type,
+            mamba_cp_comm_type="heads",
+            linear_cp_mode="headwise",
             cp_comm_overlap_parts=2,
         )
         for comm_type in comm_types

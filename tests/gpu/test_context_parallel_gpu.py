@@ -89,7 +89,8 @@ def train_rank(
 
 
 LAYERS = "M*-G*"
-EXCHANGED = {"cp_size": 2, "hybrid_layer_pattern": LAYERS}
+HEADS = {"mamba_cp_comm_type": "heads", "linear_cp_mode": "headwise"}
+EXCHANGED = {"cp_size": 2, "hybrid_layer_pattern": LAYERS, **HEADS}
 
 
 @pytest.mark.shows("eager", of=lambda comm_type: (2, {**EXCHANGED, "cp_comm_type": comm_type}))
@@ -100,7 +101,7 @@ EXCHANGED = {"cp_size": 2, "hybrid_layer_pattern": LAYERS}
 def test_two_gpus_compute_what_one_does(comm_type: str, zigzag: str) -> None:
     if comm_type == "a2a" and zigzag == "reference":
         pytest.skip("a2a runs the kernel of one GPU")
-    compare_with_one(comm_type, LAYERS, {"context_parallel_attention": zigzag})
+    compare_with_one(comm_type, LAYERS, {"context_parallel_attention": zigzag}, HEADS)
 
 
 SCANS = "M*-M"
@@ -115,7 +116,13 @@ def test_two_gpus_pass_the_states_of_scans(comm_type: str) -> None:
     compare_with_one(comm_type, SCANS, {}, {"mamba_cp_comm_type": "state"})
 
 
-IN_ORDER = {"cp_size": 2, "cp_partition_mode": "contiguous", "hybrid_layer_pattern": LAYERS}
+STATES = {"mamba_cp_comm_type": "state", "linear_cp_mode": "chunkwise"}
+IN_ORDER = {
+    "cp_size": 2,
+    "cp_partition_mode": "contiguous",
+    "hybrid_layer_pattern": LAYERS,
+    **STATES,
+}
 
 
 @pytest.mark.shows("eager", of=lambda comm_type: (2, {**IN_ORDER, "cp_comm_type": comm_type}))

@@ -45,7 +45,8 @@ def changed_package(
         edits: replaced texts.
     """
     copy = folder / PACKAGE
-    shutil.copytree(REPOSITORY / PACKAGE, copy)
+    # Another process may write a compiled module under a temporary name.
+    shutil.copytree(REPOSITORY / PACKAGE, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name, source in (new_files or {}).items():
         assert not (copy / name).exists(), f"{name} is not new"
         shutil.copyfile(source, copy / name)

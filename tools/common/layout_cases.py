@@ -334,7 +334,7 @@ def draw_parallel(draw: random.Random, pattern: str) -> tuple[int, dict[str, Any
         "cp_comm_type": draw.choice(["p2p", "a2a", "all_gather"]),
         "cp_partition_mode": draw.choice(["zigzag", "contiguous"]),
         "mamba_cp_comm_type": draw.choice(["heads", "state"]) if cp > 1 else "state",
-        "linear_cp_mode": draw.choice(["headwise", "chunkwise"]) if cp > 1 else "headwise",
+        "linear_cp_mode": draw.choice(["headwise", "chunkwise"]) if cp > 1 else "chunkwise",
         "cp_comm_overlap_parts": draw.choice([1, 1, 2]) if cp > 1 else 1,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": draw.choice([None, 1]) if tp > 1 else None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_packed.config.conditions import CONTEXT_PARALLEL, layers
+from megatron_packed.config.errors import Problems
 from megatron_packed.config.kinds.convolution import ConvolutionKernels
 from megatron_packed.config.kinds.layer_kind import (
     EVERYTHING,
@@ -15,8 +16,11 @@ from megatron_packed.config.kinds.layer_kind import (
     heads_or_states,
 )
 from megatron_packed.config.options import option
-from megatron_packed.config.section import KERNELS, Section
+from megatron_packed.config.section import KERNELS, Section, Sound
 from megatron_packed.config.sections.model_parts.stack import StackOptions
+
+if TYPE_CHECKING:
+    from megatron_packed.config.run import RunConfig
 
 SYMBOL, GDN = "G", "gated delta net"
 GATED_DELTA_NET_LAYERS = layers(SYMBOL)
@@ -115,6 +119,20 @@ def _left_out(model: GatedDeltaNetOptions) -> dict[str, Any]:
     return {"linear_norm_epsilon": None} if same else {}
 
 
+def _kernel_rules(run: RunConfig, sound: Sound) -> Problems:
+    """Yield the problem of a kernel that passes no states between ranks."""
+    kernel, (mode, passed) = "gated_delta_rule_backend", PASSES_STATES
+    if not sound("parallel.context_parallel_size", f"parallel.{mode}", f"training.{kernel}"):
+        return
+    passes = run.parallel.context_parallel_size > 1 and getattr(run.parallel, mode) == passed
+    if passes and getattr(run.training, kernel) == "fla":
+        yield run.training.problem(
+            kernel,
+            "context-parallel ranks pass states, which these kernels cannot",
+            "give --linear-cp-mode headwise, or another kernel",
+        )
+
+
 KIND = LayerKind(
     symbol=SYMBOL,
     name=GDN,
@@ -125,6 +143,7 @@ KIND = LayerKind(
         "parallel": GatedDeltaNetCommunication,
     },
     left_out=_left_out,
+    cross_rules=_kernel_rules,
     backends={"gated_delta_rule": "gated_delta_rule_backend", "causal_conv1d": "conv_backend"},
     carries_order=True,
     # The number of value heads is a multiple of this number.

@@ -66,9 +66,10 @@ def new_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> object:
     """Call an operation in place, and remember the call if it only writes values."""
-    address = args[0].untyped_storage()._cdata
+    place = args[0].untyped_storage()._cdata, args[0].storage_offset()
     result = func(*args, **kwargs)
-    same = args[0].untyped_storage()._cdata == address and _described(args[0]) == call[1]
+    now = args[0].untyped_storage()._cdata, args[0].storage_offset()
+    same = now == place and _described(args[0]) == call[1]
     if same and result is args[0]:
         if len(_unchanged) >= _REMEMBERED:
             _unchanged.clear()

@@ -398,6 +398,9 @@ INVALID = {
     "--experimental-attention-variant dsa": "attention",
     "--linear-attention-freq 4": "--hybrid-layer-pattern",
     "^2 --context-parallel-size 2 --linear-cp-mode ring": "headwise",
+    "^2 --context-parallel-size 2 --hybrid-layer-pattern G --gated-delta-rule-backend fla": (
+        "give --linear-cp-mode headwise"
+    ),
     "^3 --context-parallel-size 2": "give 1 or 3",
     "^3 --context-parallel-size 3 --seq-length 126 --hybrid-layer-pattern *-": {
         "--context-parallel-size": "choose from 1, 2, 4"

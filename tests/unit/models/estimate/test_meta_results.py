@@ -50,5 +50,7 @@ def test_operations_that_change_a_shape_or_return_a_view_always_run():
         x = meta(2, 3)
         assert called(aten.t_.default, (x,)) == (x, True) and x.shape == (3, 2)
         assert called(aten.resize_.default, (x, [4])) == (x, True) and x.shape == (4,)
+        assert called(aten.as_strided_.default, (x, [4], [1], 2)) == (x, True)
+        assert x.storage_offset() == 2
         view, was_computed = called(aten.view.default, (x, [2, 2]))
         assert was_computed and view.untyped_storage()._cdata == x.untyped_storage()._cdata
