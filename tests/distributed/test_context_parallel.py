@@ -900,6 +900,7 @@ def model_of(
         groups=groups,
         cp_comm_type=comm_type,
         mamba_cp_comm_type="heads",
+        linear_cp_mode="headwise",
     )
 
 
