@@ -87,20 +87,24 @@ def gradients(call: Call, leaves_of_call: Sequence[Tensor]) -> list[Tensor]:
 
 
 def bits(tensors: list[Tensor], lengths: list[int], auto_cp: bool) -> dict[str, bool]:
-    """Return whether calls repeat their bits, and whether documents keep theirs beside another."""
+    """Return whether calls repeat their bits, and whether documents keep theirs beside another.
+
+    A single document has none beside it.
+    """
     call, given = flash_qla_call(tensors, lengths, True, auto_cp)
     first, second = gradients(call, given), gradients(call, given)
+    found = {"repeated": all(map(torch.equal, first, second))}
     kept = sum(lengths[:-1])
+    if not kept:
+        return found
     changed = [each.detach().clone() for each in tensors]
     for each in changed[:5]:
         each[kept:] = each[kept:].flip(0) * 0.5
     call, given = flash_qla_call([x.requires_grad_() for x in changed], lengths, True, auto_cp)
     other = gradients(call, given)
     # the gradients of A_log and dt_bias are sums over all documents
-    return {
-        "repeated": all(map(torch.equal, first, second)),
-        "isolated": all(torch.equal(a[:kept], b[:kept]) for a, b in zip(first[:6], other[:6])),
-    }
+    pairs = zip(first[:6], other[:6])
+    return found | {"isolated": all(torch.equal(a[:kept], b[:kept]) for a, b in pairs)}
 
 
 def errors(tensors: list[Tensor], lengths: list[int], call: Call) -> dict[str, float]:

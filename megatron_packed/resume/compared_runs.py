@@ -226,7 +226,7 @@ def resumed_options(
         f"options taken from the checkpoint, so that sums keep their order: {' '.join(flags)}"
     ] * bool(flags)
     lines += [
-        f"options of the checkpoint that do not fit this layout: {' '.join(unfit)}; sums are added "
+        f"options of the checkpoint that do not fit this run: {' '.join(unfit)}; sums are added "
         "in another order"
     ] * bool(unfit)
     config, flags = partition_as_stored(config, resumed.options)

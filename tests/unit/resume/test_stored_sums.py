@@ -48,7 +48,7 @@ def test_options_that_do_not_fit_the_layout_are_named(monkeypatch: pytest.Monkey
     assert taken.parallel.mamba_cp_comm_type == "heads"
     assert lines == [
         "options taken from the checkpoint, so that sums keep their order: --mamba-cp-comm-type heads",
-        "options of the checkpoint that do not fit this layout: --linear-cp-mode headwise; sums are "
+        "options of the checkpoint that do not fit this run: --linear-cp-mode headwise; sums are "
         "added in another order",
     ]
 
