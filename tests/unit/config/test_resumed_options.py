@@ -93,21 +93,31 @@ def test_a_checkpoint_of_before_goes_on_with_the_sums_of_its_time(right) -> None
     assert sums_as_stored(given, stored, 2) == (given, [], [])
 
 
-def test_mamba_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(right) -> None:
-    words = argv_of(right, "--hybrid-layer-pattern M- --context-parallel-size 2")
+@pytest.mark.parametrize(
+    ("layer", "option", "heads", "states"),
+    [
+        ("M", "mamba_cp_comm_type", "heads", "state"),
+        ("G", "linear_cp_mode", "headwise", "chunkwise"),
+    ],
+)
+def test_layers_of_a_checkpoint_of_before_go_on_exchanging_heads(
+    layer: str, option: str, heads: str, states: str, right
+) -> None:
+    words = argv_of(right, f"--hybrid-layer-pattern {layer}- --context-parallel-size 2")
+    flag = "--" + option.replace("_", "-")
     config = parse(words, 2)
-    assert config.parallel.mamba_cp_comm_type == "state"
+    assert getattr(config.parallel, option) == states
     stored = to_dict(config)
-    stored["parallel"]["mamba_cp_comm_type"] = "heads"
+    stored["parallel"][option] = heads
     older = to_dict(config)
-    del older["parallel"]["mamba_cp_comm_type"]
+    del older["parallel"][option]
     for each in (stored, older):
         taken, flags, unfit = sums_as_stored(config, each, 2)
-        assert taken.parallel.mamba_cp_comm_type == "heads"
-        assert (flags, unfit) == (["--mamba-cp-comm-type heads"], [])
+        assert getattr(taken.parallel, option) == heads
+        assert (flags, unfit) == ([f"{flag} {heads}"], [])
     assert sums_as_stored(config, to_dict(config), 2) == (config, [], [])
-    given = parse([*words, "--mamba-cp-comm-type", "state"], 2)
-    alone = parse(argv_of(right, "--hybrid-layer-pattern M-"))
+    given = parse([*words, flag, states], 2)
+    alone = parse(argv_of(right, f"--hybrid-layer-pattern {layer}-"))
     without = parse(argv_of(right, "--hybrid-layer-pattern * --context-parallel-size 2"), 2)
     for run, processes in ((given, 2), (alone, 1), (without, 2)):
         assert sums_as_stored(run, stored, processes) == (run, [], [])
