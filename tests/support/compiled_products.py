@@ -9,10 +9,25 @@ def transposed_in_registers(ttgir):
     Triton 3.4 to 3.7.0 compiles them wrongly for Hopper: such an operand is in registers, but does not
     have the layout of an operand before its conversion.
     """
-    transposed = set(re.findall(r"(%\S+) = tt\.trans ", ttgir))
-    operands = re.findall(r"= (?:ttng\.warp_group_dot|tt\.dot) (%[^, ]+),", ttgir)
-    sources = dict(re.findall(r"(%\S+) = ttg\.convert_layout (%\S+) ", ttgir))
-    return [x for x in operands if x in transposed or sources.get(x) in transposed]
+    # Loops beside each other use the same names, so a name means its last definition.
+    operations, found = {}, []
+    for line in ttgir.splitlines():
+        if defined := re.match(r"\s*(%\S+) = (\S+) (%[^ ,]+)?", line):
+            name, operation, operand = defined.groups()
+            if operation in ("ttng.warp_group_dot", "tt.dot") and _is_transposed(
+                operations, operand
+            ):
+                found.append(operand)
+            operations[name] = (operation, operand)
+    return found
+
+
+def _is_transposed(operations, name):
+    """Say whether a value is a transposed tile, also if its layout was converted after that."""
+    operation, operand = operations.get(name, ("", None))
+    if operation == "ttg.convert_layout":
+        operation, _ = operations.get(operand, ("", None))
+    return operation == "tt.trans"
 
 
 def overwritten_operands(ttgir):

@@ -54,6 +54,8 @@ def run(
             # What tokens write, and the exact gradient of v.
             *[written] * (1 if dtype == v_TNV.dtype else 2),
             workspace(3, heads, tokens),  # gradients of the gates
+            # Parts of the gradient of q, then of k.
+            workspace(tokens, heads, key_dim, dtype=dtype),
         ],
     )
     return of_shape(v_TNV.shape, v_TNV, q_TGK, k_TGK, *tensors, memory=memory)

@@ -103,6 +103,7 @@ def chunk_scores(
         PRECISION=tiles.precision,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
     )
     return ChunkScores(rstd_2GT, gates_5NT, matrices_2NTC)
 

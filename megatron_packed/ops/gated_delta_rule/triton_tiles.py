@@ -27,6 +27,8 @@ class Tiles(NamedTuple):
     """Chunks whose tiles are in shared memory at a time."""
     precision: str
     """Precision of products of fp32 tiles; it has no effect on products of bf16 tiles."""
+    registers: int | None = None
+    """Most registers of a thread; None leaves them to the compiler."""
 
 
 # Products of three parts have the precision of fp32. Two parts are enough where no state is passed on.
@@ -34,12 +36,13 @@ _THREE_PARTS, _TWO_PARTS = ("bf16x6", "bf16x3") if splits_into_bf16() else ("tf3
 BF16, FP32 = torch.bfloat16, torch.float32
 TILES = {
     (BF16, BF16): {
-        "scores": Tiles(0, 4, 1, "tf32"),
+        # With 168 registers three programs fit on a multiprocessor: 0.17 ms on an H200 instead of 0.22 ms.
+        "scores": Tiles(0, 4, 1, "tf32", 168),
         "outputs": Tiles(64, 4, 2, "tf32"),
         "states": Tiles(64, 4, 2, "tf32"),
         "back": Tiles(64, 4, 2, "tf32"),
-        "queries": Tiles(64, 8, 3, "tf32"),
-        "keys": Tiles(64, 8, 3, "tf32"),
+        "queries": Tiles(128, 4, 1, "tf32"),
+        "keys": Tiles(128, 4, 1, "tf32"),
     },
     (BF16, FP32): {
         "scores": Tiles(0, 4, 1, _THREE_PARTS),
