@@ -37,7 +37,7 @@ from megatron_packed.cli.plan_time import (
     time_of_run,
 )
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds.attention import has_zigzag_kernel
+from megatron_packed.config.kinds.attention import has_zigzag_kernel, zigzag_kernel_problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
@@ -136,6 +136,9 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
     config, _ = with_partition(config, vocab_size, lengths)
+    # A search has layouts of its own.
+    if not arguments.search and (problem := zigzag_kernel_problem(config)) is not None:
+        raise UsageError(str(problem))
     run = RunToPlan(
         config=config,
         world_size=world_size,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.cli.command import show
 from megatron_packed.cli.plan_time import assumption_about_exchanges, in_usual_unit
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import zigzag_kernel_problem
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import value_when_not_given
@@ -141,7 +142,8 @@ def search_command(
         config = other.configure(options)
         if config is None:
             return None
-        return choose_partition(config, pieces, lambda: run.work.flops.attention_share)[0]
+        config, _ = choose_partition(config, pieces, lambda: run.work.flops.attention_share)
+        return config if zigzag_kernel_problem(config) is None else None
 
     search = LayoutSearch(
         configure,
