@@ -42,9 +42,7 @@ def test_a_leak_in_the_moves_of_rows_is_found(pools: WorkerPools, comm_type: str
     zigzag = {"cp_comm_type": comm_type, "cp_partition_mode": "zigzag"}
 
     def failed(moves: Any) -> list[tuple[str, str]]:
-        first, second = pools.run(
-            failed_checks, 2, "M*-", moves, zigzag, layout={"cp_size": 2}
-        )
+        first, second = pools.run(failed_checks, 2, "M*-", moves, zigzag, layout={"cp_size": 2})
         assert first == second
         return first
 
