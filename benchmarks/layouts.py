@@ -118,7 +118,7 @@ IN_ORDER = {"cp_comm_type": "all_gather", "cp_partition_mode": "contiguous"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp2 zero": ZERO,
-        "dp2 zero overlap": {**ZERO, **OVERLAP},
+        "dp2 zero grad-reduce param-gather": {**ZERO, **OVERLAP},
         "tp2": TP2,
         "tp2 sp": {**TP2, **SP},
         "tp2 sp overlap": {**TP2, **SP, **TP_OVERLAP},
@@ -134,8 +134,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "cp_comm_overlap_parts": 4,
             **COPIED,
         },
-        "cp2 a2a zero overlap": {**CP2, **HEADS, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
-        "cp2 a2a parts zero overlap": {
+        "cp2 a2a zero grad-reduce": {**CP2, **HEADS, "cp_comm_type": "a2a", **ZERO, **GRADIENTS},
+        "cp2 a2a parts zero grad-reduce": {
             **CP2,
             **HEADS,
             "cp_comm_type": "a2a",
@@ -144,11 +144,17 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             **GRADIENTS,
         },
         "cp2 state": {**CP2, **STATE},
-        "cp2 state zero overlap": {**CP2, **STATE, **ZERO, **GRADIENTS},
+        "cp2 state zero grad-reduce": {**CP2, **STATE, **ZERO, **GRADIENTS},
         "cp2 contiguous": {**CP2, **HEADS, **IN_ORDER},
         "cp2 contiguous state": {**CP2, **IN_ORDER, **STATE},
-        "cp2 contiguous state zero overlap": {**CP2, **IN_ORDER, **STATE, **ZERO, **OVERLAP},
-        "cp2 contiguous state zero sums": {**CP2, **IN_ORDER, **STATE, **ZERO, **GRADIENTS},
+        "cp2 contiguous state zero grad-reduce param-gather": {
+            **CP2,
+            **IN_ORDER,
+            **STATE,
+            **ZERO,
+            **OVERLAP,
+        },
+        "cp2 contiguous state zero grad-reduce": {**CP2, **IN_ORDER, **STATE, **ZERO, **GRADIENTS},
         "cp2 p2p state": {**CP2, **ZIGZAG, "cp_comm_type": "p2p", **STATE},
         "cp2 headwise": {**CP2, "linear_cp_mode": "headwise"},
         "cp2 chunkwise": {**CP2, "linear_cp_mode": "chunkwise"},
@@ -179,7 +185,19 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Number of processes -> name of the layout -> options of `ParallelConfig` and `ModelConfig`."""
+"""Number of processes -> name of the layout -> options of `ParallelConfig` and `ModelConfig`.
+
+Beside ZeRO-1, names list what runs under other work: ``grad-reduce`` and ``param-gather`` are
+``--overlap-grad-reduce`` and ``--overlap-param-gather``.
+"""
+EARLIER_NAMES = {
+    "dp2 zero overlap": "dp2 zero grad-reduce param-gather",
+    "cp2 a2a zero overlap": "cp2 a2a zero grad-reduce",
+    "cp2 a2a parts zero overlap": "cp2 a2a parts zero grad-reduce",
+    "cp2 state zero overlap": "cp2 state zero grad-reduce",
+    "cp2 contiguous state zero overlap": "cp2 contiguous state zero grad-reduce param-gather",
+}
+"""Names in results until 2026-11-30 -> names of today. One word meant two different overlaps."""
 SCALED = {
     "DP": ("hybrid1b", "dp2 zero", "dp4 zero"),
     "TP": ("hybrid1b", "tp2 sp", "tp4 sp"),
@@ -187,6 +205,16 @@ SCALED = {
     "EP": ("hybrid1b_moe", "ep2 allgather", "ep4 allgather"),
 }
 """Parallel axis -> model, and its layouts that use only this axis."""
+
+
+def recorded_layouts(world: int) -> dict[str, dict[str, Any]]:
+    """Return the options of all layouts of ``world`` processes by the names in results, old and new."""
+    earlier = {new: old for old, new in EARLIER_NAMES.items()}
+    return {
+        recorded: options
+        for name, options in LAYOUTS[world].items()
+        for recorded in (name, earlier.get(name, name))
+    }
 
 
 def config_of(

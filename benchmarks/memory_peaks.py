@@ -219,7 +219,7 @@ def layouts_of(
     as_run: Callable[[RunConfig], RunConfig] = as_measured,
 ) -> Iterator[tuple[str, float, float]]:
     """Yield the layouts of one result file; one process has a row for the layouts of two."""
-    c, choices = layouts.MODELS[name], layouts.LAYOUTS[world]
+    c, choices = layouts.MODELS[name], layouts.recorded_layouts(world)
     found = results(result)[name]["layouts"]
     for layout, options in {**({layouts.ONE: {}} if world == 2 else {}), **choices}.items():
         if layout not in found:

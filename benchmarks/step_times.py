@@ -101,7 +101,7 @@ def of_each_layout() -> Iterator[Step]:
                 continue  # whole steps are not captured in this layout
             if alone and result in IN_ORDER and model in KINDS.values():
                 continue  # the same steps are in another result
-            options = {} if alone else layouts.LAYOUTS[2][name]
+            options = {} if alone else layouts.recorded_layouts(2)[name]
             measured = found["graphs"][FULL_ITERATION]["step_ms"][0]
             config = layouts.config_of(c, 4, options, _GPU)
             yield Step(f"{model}, {name}", config, 1 if alone else 2, *_packs(c), measured)

@@ -119,7 +119,7 @@ def benchmarked(
         one = name == layouts.ONE
         rows = axes_of(
             1 if one else result["processes"],
-            {} if one else layouts.LAYOUTS[result["processes"]][name],
+            {} if one else layouts.recorded_layouts(result["processes"])[name],
         )
         rows += layers_of(model)
         columns = [

@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from support import fork_server, quick_python
+from support import fork_server, kept_kernels, quick_python
 from support.shown import Recorder
 
 if TYPE_CHECKING:
@@ -174,6 +174,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     freeze_living_objects()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Bound the folders of compiled kernels, after all workers have ended."""
+    cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
+    if cache is not None and not worker_input(session.config):
+        for name in kept_kernels.FOLDERS:
+            kept_kernels.remove_unused(kept_kernels.folder_of(cache, name))
 
 
 def pytest_unconfigure() -> None:

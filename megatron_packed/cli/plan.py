@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from megatron_packed.cli.command import EXIT_DATA, UsageError, command, show
+from megatron_packed.cli.command import (
+    EXIT_DATA,
+    UsageError,
+    command,
+    input_failures,
+    show,
+    show_aside,
+)
 from megatron_packed.cli.lengths import read_numbers
 from megatron_packed.cli.packing import with_unused_flags
 from megatron_packed.cli.plan_search import RunToPlan, search_command
@@ -29,7 +36,8 @@ from megatron_packed.cli.plan_time import (
     time_lines,
     time_of_run,
 )
-from megatron_packed.config.kinds.attention import has_zigzag_kernel
+from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import has_zigzag_kernel, zigzag_kernel_problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
@@ -118,12 +126,19 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     from megatron_packed.ops.backend_dispatch import complete_machine
 
     gpu = peak_of_named(arguments.gpu)
+    as_resumed, lines = options_as_resumed(config, world_size)
+    config = as_resumed(config)
+    for line in lines:
+        show_aside(line)
     vocab_size, lengths, source = _data(config, arguments.lengths)
     try:
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
     config, _ = with_partition(config, vocab_size, lengths)
+    # A search has layouts of its own.
+    if not arguments.search and (problem := zigzag_kernel_problem(config)) is not None:
+        raise UsageError(str(problem))
     run = RunToPlan(
         config=config,
         world_size=world_size,
@@ -138,8 +153,35 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
     with complete_machine() if of_named else nullcontext():
         if arguments.search:
             flags = without_data(run_flags, uses=("model",))
-            return search_command(run, flags, gpu, arguments.json)
+            return search_command(run, flags, gpu, arguments.json, as_resumed)
         return _report(run, run_flags, gpu, reason, arguments, kernels_of=gpu[0] * of_named)
+
+
+def options_as_resumed(
+    config: RunConfig, world_size: int
+) -> tuple[Callable[[RunConfig], RunConfig], list[str]]:
+    """Return a function that takes the options with which a run would continue its checkpoint, and
+    lines about them.
+
+    The function applies to any layout of the run. It raises `ConfigError` if the schedule of the
+    checkpoint does not fit.
+
+    Raises:
+        UsageError: the checkpoint cannot be read.
+    """
+    if not config.checkpoint.resumes:
+        return lambda run: run, []
+    from megatron_packed.resume.compared_runs import checkpoint_to_resume, continued_options
+
+    with input_failures():
+        resumed = checkpoint_to_resume(config)
+        if resumed is None:
+            return lambda run: run, []
+        try:
+            _, lines = continued_options(config, resumed, world_size)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
+    return lambda run: continued_options(run, resumed, world_size)[0], lines
 
 
 def _check(arguments: argparse.Namespace) -> float:

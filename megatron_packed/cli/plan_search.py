@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megatron_packed.cli.command import show
 from megatron_packed.cli.plan_time import assumption_about_exchanges, in_usual_unit
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import zigzag_kernel_problem
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig, every_field
 from megatron_packed.config.section import value_when_not_given
@@ -52,10 +53,17 @@ class OtherOptions:
     Args:
         run_flags: flags of the run.
         world_size: number of processes.
+        as_resumed: takes the options with which a configuration would continue its checkpoint.
     """
 
-    def __init__(self, run_flags: Sequence[str], world_size: int) -> None:
+    def __init__(
+        self,
+        run_flags: Sequence[str],
+        world_size: int,
+        as_resumed: Callable[[RunConfig], RunConfig],
+    ) -> None:
         self._run_flags = run_flags
+        self._as_resumed = as_resumed
         self._world_size = world_size
         self._parsed: dict[str, Parsed | None] = {}
 
@@ -89,22 +97,32 @@ class OtherOptions:
         key = repr(sorted(options.items()))
         if key not in self._parsed:
             try:
-                self._parsed[key] = parse_with_sources(
+                parsed = parse_with_sources(
                     self._run_flags,
                     self._world_size,
                     on_this_machine=False,
                     read_stored=stored_options,
                     keywords=options,
                 )
+                config = self._as_resumed(parsed.config)
+                self._parsed[key] = replace(parsed, config=config)
             except ConfigError:
                 self._parsed[key] = None
         return self._parsed[key]
 
 
 def search_command(
-    run: RunToPlan, run_flags: Sequence[str], gpu: tuple[str, float], as_json: bool
+    run: RunToPlan,
+    run_flags: Sequence[str],
+    gpu: tuple[str, float],
+    as_json: bool,
+    as_resumed: Callable[[RunConfig], RunConfig],
 ) -> int:
-    """Search the layouts of a run, and print those that fit, fastest first."""
+    """Search the layouts of a run, and print those that fit, fastest first.
+
+    Args:
+        as_resumed: takes the options with which a configuration would continue its checkpoint.
+    """
     from megatron_packed.models.estimate.gpu_rates import measured_rates
     from megatron_packed.models.estimate.layout_search import (
         LEAST_MEMORY_LAST,
@@ -116,7 +134,7 @@ def search_command(
 
     begun = perf_counter()
     pieces = pieces_of_documents(run.config, run.lengths)
-    other = OtherOptions(run_flags, run.world_size)
+    other = OtherOptions(run_flags, run.world_size, as_resumed)
     memory = run.config.memory
     chosen = memory.recompute_granularity is not None or memory.offloads
 
@@ -124,7 +142,8 @@ def search_command(
         config = other.configure(options)
         if config is None:
             return None
-        return choose_partition(config, pieces, lambda: run.work.flops.attention_share)[0]
+        config, _ = choose_partition(config, pieces, lambda: run.work.flops.attention_share)
+        return config if zigzag_kernel_problem(config) is None else None
 
     search = LayoutSearch(
         configure,

@@ -10,7 +10,7 @@ the same capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,6 +56,7 @@ from megatron_packed.packed.micro_batch import MicroBatch
 from megatron_packed.packed.params import NO_TABLES, PackedSeqParams
 
 if TYPE_CHECKING:
+    from megatron_packed.config.kinds.layer_kind import LayerKind
     from megatron_packed.distributed.overlapped_collectives import Stage
     from megatron_packed.memory.activation_offload import Offload
     from megatron_packed.models.multi_token_prediction import MultiTokenPrediction
@@ -133,6 +134,9 @@ class HybridModel(nn.Module):
         linear_cp_mode: context-parallel gated delta nets: ``headwise`` or ``chunkwise``.
         cp_comm_overlap_parts: largest number of parts in which heads are exchanged between
             context-parallel ranks; a part travels while another one is computed.
+        kinds: kinds of layers whose communication decides the rows of a context-parallel rank between
+            the layers; by default those of the pattern. The isolation self-test builds one layer
+            with the rows that it has in a model with other layers.
         sequence_parallel: between the layers, each tensor-parallel rank has only its rows of the
             hidden state.
         tp_overlap: collectives of sequence parallelism that run under matrix products.
@@ -163,6 +167,7 @@ class HybridModel(nn.Module):
         mamba_cp_comm_type: str = "state",
         linear_cp_mode: str = "chunkwise",
         cp_comm_overlap_parts: int = 1,
+        kinds: Iterable[LayerKind] | None = None,
         sequence_parallel: bool = False,
         tp_overlap: TensorOverlap = NO_OVERLAP,
         device: torch.device | str = "cpu",
@@ -186,7 +191,7 @@ class HybridModel(nn.Module):
             mamba_cp_comm_type=mamba_cp_comm_type,
             linear_cp_mode=linear_cp_mode,
             cp_comm_overlap_parts=cp_comm_overlap_parts,
-            kinds=config.kinds,
+            kinds=config.kinds if kinds is None else kinds,
         )
         self.ep = ExpertParallel.from_groups(groups, self.tp)
         self.config = config

@@ -4,7 +4,9 @@ A small model for each kind of layer uses the head and state sizes that decide w
 processes a pack as it is, with every token of an early document changed, and with every token of
 the last document changed. Everything that belongs to the other documents (outputs, losses,
 gradients of the inputs) must stay the same. The last document is the longest one, with rows on the
-last context-parallel rank, so leaks to earlier ranks are seen, too.
+last context-parallel rank, so leaks to earlier ranks are seen, too. Context-parallel ranks hold the
+rows that they hold in the whole model, so attention also moves rows to a zigzag and back if other
+layers pass states.
 
 No token may read later tokens of its own document either. Without boundaries the pack is one
 document, so the outputs before the changed tokens must stay the same. Layers that do not use
@@ -173,6 +175,8 @@ def check_isolation(
             vocab_size=VOCAB,
             max_positions=slots,
             groups=groups,
+            # If other layers pass states, attention over a zigzag gets its rows from all-to-alls.
+            kinds=model_config.kinds,
             **communication,
             device=device,
             dtype=dtype,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_packed.checkpoint.errors import CheckpointMismatchError
-from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.checkpoint.rank_agreement import ONE_PROCESS, Ranks
 from megatron_packed.checkpoint.run_metadata import (
     ADAPTERS,
     NO_HASHES,
@@ -204,9 +204,24 @@ def resumed_options(
         CheckpointError: the checkpoint's metadata is invalid.
         ConfigError: the schedule of the checkpoint does not fit the other options.
     """
-    options = config.checkpoint
-    if options.load is None or options.finetune:
+    resumed = checkpoint_to_resume(config, groups)
+    if resumed is None:
         return config, None, []
+    config, lines = continued_options(config, resumed, groups.world_size)
+    return config, resumed, lines
+
+
+def checkpoint_to_resume(config: RunConfig, groups: ParallelGroups | None = None) -> Resumed | None:
+    """Return the newest checkpoint that the run continues; None for a new run.
+
+    A collective of ``groups``. A program that only inspects a run passes None, and reads it alone.
+
+    Raises:
+        CheckpointError: the checkpoint's metadata is invalid.
+    """
+    options = config.checkpoint
+    if options.load is None or not options.resumes:
+        return None
     from megatron_packed.checkpoint.load import newest_metadata
 
     # Only rank 0 reads, because on a shared file system the folder may look different on each
@@ -214,14 +229,27 @@ def resumed_options(
     metadata = newest_metadata(
         options.load,
         COMPARED,
-        ranks=Ranks.from_groups(groups),
+        ranks=ONE_PROCESS if groups is None else Ranks.from_groups(groups),
         step=options.ckpt_step,
         problem=metadata_problem,
     )
     # The load refuses to resume from converted weights.
     if metadata is None or (resumed := Resumed(metadata, options.begin_phase)).untrained:
-        return config, None, []
-    config, flags, unfit = sums_as_stored(config, resumed.options, groups.world_size)
+        return None
+    return resumed
+
+
+def continued_options(
+    config: RunConfig, resumed: Resumed, processes: int
+) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with which a run of ``processes`` continues a checkpoint, and lines
+    about the options that come from it.
+
+    Raises:
+        CheckpointError: the checkpoint has no schedule, which the run requests.
+        ConfigError: the schedule of the checkpoint does not fit the other options.
+    """
+    config, flags, unfit = sums_as_stored(config, resumed.options, processes)
     lines = [
         f"options taken from the checkpoint, so that sums keep their order: {' '.join(flags)}"
     ] * bool(flags)
@@ -242,9 +270,9 @@ def resumed_options(
             raise CheckpointMismatchError(
                 "has no schedule; leave out --use-checkpoint-opt_param-scheduler, and give the "
                 "flags of the schedule",
-                path=options.load,
+                path=config.checkpoint.load,
             )
         config, changed = schedule_as_stored(config, resumed.options)
         if changed:
             lines.append(f"schedule of the checkpoint: {'; '.join(changed)}")
-    return config, resumed, lines
+    return config, lines

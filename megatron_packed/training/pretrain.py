@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from megatron_packed.checkpoint.errors import printable_message
 from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.config.idle_options import sentence as idle_sentence
+from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.collectives import barrier
@@ -74,6 +76,7 @@ def run_job(
     *,
     raises: bool = False,
     quiet: bool = False,
+    names_idle_options: bool = False,
 ) -> int:
     """Run the job and return its exit code.
 
@@ -82,6 +85,8 @@ def run_job(
         callbacks: called by the training loop, on all ranks.
         raises: raise an error instead of printing it and returning its exit code.
         quiet: print nothing but the failures of a run with several ranks.
+        names_idle_options: print which options have no effect in a resumed run. The parser of a command
+            line leaves this to the job, because the checkpoint decides some options.
     """
     if config.training.deterministic_mode:
         configure_determinism()
@@ -106,6 +111,7 @@ def run_job(
         outputs=outputs,
         on_record=on_record,
         callbacks=callbacks,
+        names_idle_options=names_idle_options,
     )
     try:
         exit_code: int = _check_and_train(launch)
@@ -191,6 +197,8 @@ class Launch:
     """Receives every record of the log, on rank 0."""
     callbacks: Sequence[Callback] = ()
     """Callbacks of the user, the same on all ranks."""
+    names_idle_options: bool = False
+    """Print which options have no effect in a resumed run."""
     resumed: Resumed | None = None  # the checkpoint for which the data is planned
     closing: ClosingLines = field(default_factory=ClosingLines)
     """Counts of the run's steps, for its last lines."""
@@ -264,11 +272,7 @@ def _set_up(launch: Launch) -> MemoryHistory | None:
 def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     """Tokenise and pack the data; a resumed run gets the packs of its checkpoint."""
     # Read the checkpoint's options before the data, because they decide the packs.
-    config, resumed = launch.config, None
-    if config.checkpoint.load is not None:
-        config, resumed, lines = resumed_options(config, launch.groups)
-        for line in lines:
-            launch.console.say(line)
+    config, resumed = _with_stored_options(launch)
     console = launch.console
     # Read before the data is opened: retention may remove this checkpoint while the run trains.
     stored = files_of_start(config, launch.groups)
@@ -287,6 +291,24 @@ def _build_data(launch: Launch) -> tuple[Launch, RunData]:
     plan, hashes = data.train.plan, data.hashes
     progress = None if resumed is None else resumed.progress_in(config, plan, hashes)
     return replace(launch, config=with_epochs(config, plan, progress), resumed=resumed), data
+
+
+def _with_stored_options(launch: Launch) -> tuple[RunConfig, Resumed | None]:
+    """Take the options that the checkpoint of a resumed run decides, and print the changes.
+
+    Returns:
+        The configuration, and the checkpoint; None for a new run.
+    """
+    config, console = launch.config, launch.console
+    if not config.checkpoint.resumes:
+        return config, None
+    config, resumed, lines = resumed_options(config, launch.groups)
+    if launch.names_idle_options:
+        idle = without_effect(config, launch.groups.world_size)
+        lines = [*lines, idle_sentence(idle, config)]
+    for line in filter(None, lines):
+        console.say(line)
+    return config, resumed
 
 
 def _build_model(launch: Launch, data: RunData) -> tuple[Job, RunState]:

@@ -10,9 +10,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron_packed.config.environment_variables import apply_environment
+from megatron_packed.config.errors import ConfigError, printable
+from megatron_packed.config.exit_codes import ExitCode
+from megatron_packed.config.idle_options import sentence as idle_sentence
+from megatron_packed.config.idle_options import without_effect
+from megatron_packed.config.launch_checks import environment_number
 from megatron_packed.config.optional_packages import required_packages
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.run import RunConfig
@@ -48,20 +54,35 @@ def launched() -> NoReturn:
 
 
 def explain_report(config: RunConfig) -> str:
-    """Return the report of ``--explain``."""
+    """Return the report of ``--explain``; of a resumed run, with the options of its checkpoint."""
     apply_environment(config.training)
+    from megatron_packed.checkpoint.errors import CheckpointError
     from megatron_packed.explain.report import explanation
     from megatron_packed.inputs.known_data import known_data
     from megatron_packed.resume.allowed_changes import refusal_of_stored_model
+    from megatron_packed.resume.compared_runs import checkpoint_to_resume, continued_options
 
-    return explanation(config, known_data(config), refusal_of_stored_model(config))
+    lines: list[str] = []
+    processes = environment_number(os.environ, "WORLD_SIZE", 1, [])
+    # The report has its own line about a checkpoint that cannot be read.
+    try:
+        with suppress(CheckpointError):
+            if (resumed := checkpoint_to_resume(config)) is not None:
+                config, lines = continued_options(config, resumed, processes)
+    except ConfigError as error:
+        print(f"This run would be refused: {error}", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE) from None
+    if config.checkpoint.resumes:
+        lines += filter(None, [idle_sentence(without_effect(config, processes), config)])
+    report = explanation(config, known_data(config), refusal_of_stored_model(config))
+    return "".join(f"{printable(line, 4000)}\n" for line in lines) + report
 
 
 def _run(config: RunConfig, signal_flag: SignalFlag) -> NoReturn:
     apply_environment(config.training)
     from megatron_packed.training.pretrain import run_job
 
-    exit_code = run_job(config, signal_flag)
+    exit_code = run_job(config, signal_flag, names_idle_options=True)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: threads of libraries and broken process groups could change the exit code or

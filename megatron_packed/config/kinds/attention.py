@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 SYMBOL, ATTN = "*", "attention"
 ATTENTION_LAYERS = layers(SYMBOL)
-ZIGZAG_BACKENDS = ("transformer_engine", "reference")
+TRANSFORMER_ENGINE = "transformer_engine"
+ZIGZAG_BACKENDS = (TRANSFORMER_ENGINE, "reference")
 """Attention kernels for rows that context-parallel ranks hold in zigzag order."""
 CONTIGUOUS_BACKENDS = ("flash_attn_4", "flash_attn_2", "reference")
 """Attention kernels whose documents may have keys on earlier context-parallel ranks."""
@@ -346,6 +347,27 @@ def has_zigzag_kernel(model: ModelConfig) -> bool:
     return fits and model.attention_windows == (None,)
 
 
+def zigzag_kernel_problem(run: RunConfig) -> Problem | None:
+    """Return the problem of a zigzag for which GPUs have no kernel; None if they have one.
+
+    A run finds the problem when its kernels are chosen, because CPUs compute every zigzag. A plan of
+    GPUs needs this function.
+    """
+    attends = bool(run.model.attention_windows)
+    on_gpus = run.training.device != "cpu" and run.training.attention_backend != "reference"
+    if not (run.parallel.uses_zigzag and attends and on_gpus) or has_zigzag_kernel(run.model):
+        return None
+    width = run.model.kv_channels
+    windows = "" if run.model.attention_windows == (None,) else " and attention windows"
+    return run.parallel.problem(
+        "cp_partition_mode",
+        "has one kernel on GPUs, that of TransformerEngine, for heads of a multiple of 8 up to "
+        f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels without attention windows, and these layers have "
+        f"heads of {width} channels{windows}",
+        "give contiguous, or --cp-comm-type a2a",
+    )
+
+
 _OF_PARTITIONS = (
     *(f"model.{name}" for name in ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")),
     *(f"model.{name}" for name in ("kv_channels", "window_size", "window_attn_skip_freq")),
@@ -355,17 +377,35 @@ _OF_PARTITIONS = (
 """Options that decide which partitions of attention fit."""
 
 
-def partitions_that_fit(run: RunConfig) -> tuple[str, ...]:
-    """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes."""
-    backend, packing = run.training.attention_backend, run.packing
-    chunks, fitting = 2 * run.parallel.context_parallel_size, []
+def partitions_that_fit(run: RunConfig, backend: str | None = None) -> tuple[str, ...]:
+    """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes.
+
+    Args:
+        backend: attention kernel in place of the run's.
+    """
+    backend, fitting = backend or run.training.attention_backend, []
     if backend in ("auto", *CONTIGUOUS_BACKENDS):
-        fitting += ["contiguous"] * (not run.training.uses_transformer_engine_attention)
-    if backend in ("auto", *ZIGZAG_BACKENDS) and has_zigzag_kernel(run.model):
-        divides = packing.tokens_per_pack % chunks == 0
-        aligned = (packing.pad_packed_seq_alignment or chunks) % chunks == 0
-        fitting += ["zigzag"] * (divides and aligned)
+        # TransformerEngine's layers bring their own attention, unless a kernel is named.
+        own = backend == "auto" and run.training.transformer_impl == TRANSFORMER_ENGINE
+        fitting += ["contiguous"] * (not own)
+    if backend in ("auto", *ZIGZAG_BACKENDS) and not _zigzag_misfit(run):
+        fitting.append("zigzag")
     return tuple(fitting)
+
+
+def _zigzag_misfit(run: RunConfig) -> str:
+    """Return why a zigzag does not fit the run, as a clause; empty if it fits."""
+    packing, chunks = run.packing, 2 * run.parallel.context_parallel_size
+    tokens, alignment = packing.tokens_per_pack, packing.pad_packed_seq_alignment or chunks
+    if not has_zigzag_kernel(run.model):
+        windows = any(run.model.attention_windows)
+        layers = "attention windows" if windows else f"heads of {run.model.kv_channels} channels"
+        return f"GPUs have no kernel for a zigzag of {layers}"
+    if tokens % chunks:
+        return f"the {chunks} chunks of a zigzag do not divide the {tokens} token slots of a pack"
+    if alignment % chunks:
+        return f"--pad-packed-seq-alignment {alignment} is no multiple of the {chunks} chunks of a zigzag"
+    return ""
 
 
 def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
@@ -391,32 +431,65 @@ def attention_kernel_rules(run: RunConfig, sound: Sound) -> Problems:
     options = ("context_parallel_size", "cp_comm_type", "cp_partition_mode")
     if not sound(*(f"parallel.{name}" for name in options)) or not parallel.exchanges_keys:
         return
-    if parallel.chooses_partition:
+    misfit = ""
+    if sound(*_OF_PARTITIONS):
         try:
-            if not sound(*_OF_PARTITIONS) or partitions_that_fit(run):
+            misfit = _zigzag_misfit(run)
+            if parallel.chooses_partition and partitions_that_fit(run):
                 return
         except ValueError:
             return  # the rules of the window name its fault
+    elif parallel.chooses_partition:
+        return
+    yield from _partition_rules(run, uses_transformer_engine, misfit)
+
+
+def _partition_rules(run: RunConfig, uses_transformer_engine: bool, misfit: str) -> Problems:
+    """Yield problems of the attention kernel with the partition of the rows.
+
+    Args:
+        uses_transformer_engine: ``--transformer-impl`` chooses the kernel.
+        misfit: why a zigzag does not fit; empty if it does.
+    """
+    training, parallel = run.training, run.parallel
+    backend, mode = training.attention_backend, parallel.cp_partition_mode
     fitting = ZIGZAG_BACKENDS if parallel.uses_zigzag else CONTIGUOUS_BACKENDS
-    mode = f"--cp-partition-mode {parallel.cp_partition_mode}"
-    fitting_words = f"{', '.join(('auto', *fitting[:-1]))} or {fitting[-1]}"
-    if training.attention_backend not in ("auto", *fitting):
-        other = "--cp-comm-type a2a"
-        if training.attention_backend in ZIGZAG_BACKENDS:
-            other = "--cp-partition-mode zigzag"
+    # With TransformerEngine's layers, auto is its attention, which computes only a zigzag.
+    in_order_only = mode == "contiguous" or (parallel.chooses_partition and bool(misfit))
+    automatic: tuple[str, ...] = ("auto",)
+    if training.transformer_impl == TRANSFORMER_ENGINE and in_order_only:
+        automatic = ()
+    if backend not in ("auto", *fitting):
+        cure = f"give {_alternatives(*automatic, *fitting)}"
+        if backend not in ZIGZAG_BACKENDS:
+            cure += ", or --cp-comm-type a2a"
+        elif not misfit:
+            cure += ", or --cp-partition-mode zigzag"
+        but = f" in contiguous rows, and {misfit}" * (backend in ZIGZAG_BACKENDS and bool(misfit))
         yield training.problem(
             "attention_backend",
             "does not attend to keys of other ranks, as --cp-comm-type "
-            f"{parallel.cp_comm_type} {mode} requires",
-            f"give {fitting_words}, or {other}",
+            f"{parallel.cp_comm_type} --cp-partition-mode {mode} requires{but}",
+            cure,
         )
     elif uses_transformer_engine and not parallel.uses_zigzag:
         yield parallel.problem(
             "cp_partition_mode",
-            "needs keys before a document's first query, which TransformerEngine's attention of "
-            "--transformer-impl transformer_engine is not built for",
-            f"add --attention-backend {' or '.join(CONTIGUOUS_BACKENDS)}, or give zigzag",
+            "finds no partition that fits: contiguous rows need " * parallel.chooses_partition
+            + "needs " * (not parallel.chooses_partition)
+            + "keys before a document's first query, which TransformerEngine's attention of "
+            "--transformer-impl transformer_engine is not built for"
+            + f", and {misfit}"
+            * bool(misfit),
+            f"add --attention-backend {' or '.join(CONTIGUOUS_BACKENDS)}"
+            + ", or give zigzag" * (not misfit),
         )
+
+
+def _alternatives(*values: str) -> str:
+    """Return values as ``auto, reference or flex``."""
+    *others, last = values
+    return f"{', '.join(others)} or {last}"
 
 
 def _exchanged(parallel: ParallelConfig) -> Exchanged:

@@ -176,7 +176,9 @@ def parse_or_exit(
     if speaks and launched and warns:
         lines = [f"  {printable(flag)}: {instead}\n" for flag, instead in parsed.accepted.items()]
         _write(sys.stderr, "".join(["accepted without effect:\n", *lines] if lines else []))
-        if parsed.idle:
+        # A resumed run names idle options after it has taken the options that its checkpoint decides.
+        waits = parsed.config.checkpoint.resumes and "--print-config" not in options.actions
+        if parsed.idle and not waits:
             _write(sys.stderr, idle_sentence(parsed.idle, parsed.config) + "\n")
     _answer_with_options(options, parsed, speaks, explain)
     return parsed.config

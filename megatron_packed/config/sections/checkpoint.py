@@ -196,6 +196,11 @@ class CheckpointConfig(Section, title="checkpoint"):
         return (self.load, self.pretrained_checkpoint, self.load_adapter)
 
     @property
+    def resumes(self) -> bool:
+        """Return whether the run continues the newest checkpoint in ``--load``, if there is one."""
+        return self.load is not None and not self.finetune
+
+    @property
     def saves_where_it_loads(self) -> bool:
         """Return whether ``--load`` and ``--save`` name the same folder, also through links."""
         if self.load is None or self.save is None:

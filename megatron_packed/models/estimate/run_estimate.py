@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_packed.config import flag_names as flags
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.kinds.attention import zigzag_kernel_problem
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
 from megatron_packed.data.packing.pieces import Pieces
@@ -260,11 +261,13 @@ def _other_layouts(config: RunConfig, world_size: int) -> Iterator[tuple[str, Ru
 def _valid(
     config: RunConfig, world_size: int, flag: str, **values: Any
 ) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the configuration with other parallel sizes, if that layout is valid."""
+    """Yield the configuration with other parallel sizes, if that layout is valid on GPUs."""
     try:
         other = replace(config, parallel=replace(config.parallel, **values))
         other.layout(world_size)
     except ConfigError:
+        return
+    if zigzag_kernel_problem(other) is not None:
         return
     if (
         other.packing.global_batch_size

@@ -45,6 +45,23 @@ def test_two_processes_do_what_one_does(tmp_path, quick_programs):
         assert one["loss_difference"] < 1e-5 and one["grad_norm_difference"] < 1e-5
 
 
+def test_names_of_layouts_say_what_overlaps():
+    """Results of before keep their names, and mean the same options."""
+    words = {"overlap_grad_reduce": "grad-reduce", "overlap_param_gather": "param-gather"}
+    for world, named in layouts.LAYOUTS.items():
+        for name, options in named.items():
+            for option, word in words.items():
+                assert options.get(option, False) == (word in name), name
+        assert not layouts.EARLIER_NAMES.keys() & named.keys()
+        for file in (ROOT / "benchmarks/results").glob(f"layouts_{world}_*.json"):
+            for model in json.loads(file.read_text())["results"].values():
+                names = model["layouts"].keys() - {layouts.ONE}
+                assert names <= layouts.recorded_layouts(world).keys(), file
+    recorded = layouts.recorded_layouts(2)
+    for old, new in layouts.EARLIER_NAMES.items():
+        assert recorded[old] == recorded[new] == layouts.LAYOUTS[2][new]
+
+
 def test_packs_are_the_same_for_every_layout_and_need_no_padding():
     c = layouts.quick(layouts.MODELS["hybrid1b"])
     steps = layouts.steps_of(c, 3, 2, torch.device("cpu"))

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_packed.checkpoint import load
+from megatron_packed.checkpoint.errors import CheckpointMismatchError
 from megatron_packed.cli.main import main
 from megatron_packed.cli.plan_time import in_usual_unit
 from megatron_packed.config.parser.parse import parse
+from megatron_packed.config.serialise import to_dict
 from megatron_packed.explain import op_requests
 from megatron_packed.models.flops import FlopCounter
 from support import commands
@@ -147,6 +150,40 @@ def test_passed_states_of_gated_delta_nets(capsys):
     assert found["layers"] == {"G": {"states": states, "halo": halo}} and found["reordering"] > 0
     both = plan(capsys, *words)
     assert list(both["passed_states"]["layers"]) == ["M", "G"]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["resumed", "new run"])
+def test_a_resumed_run_is_planned_with_the_options_of_its_checkpoint(
+    begun, capsys, tmp_path, monkeypatch
+):
+    """Layers of the checkpoint exchange heads, in any layout; a new run passes states."""
+    flags = [*SMALL, "--vocab-size", "1024", "--mock-data", "--lr", "1e-3", "--train-iters", "4"]
+    flags += ["--null-tokenizer-eod-id", "1023", "--tokenizer-type", "NullTokenizer"]
+    layout = ["--context-parallel-size", "2", "--use-distributed-optimizer", "--world-size", "2"]
+    expected = plan(capsys, *flags, *layout, "--mamba-cp-comm-type", "state" if begun else "heads")
+    stored = to_dict(parse(flags, 1))
+    del stored["parallel"]["mamba_cp_comm_type"]  # there was no such option
+    metadata = {"config": stored, "progress": {"iteration": 3, "consumed_packs": 3}}
+    monkeypatch.setattr(load, "newest_metadata", lambda *_, **__: None if begun else metadata)
+    flags += ["--load", str(tmp_path)]
+    assert commands.exit_code("plan", *flags, *layout, "--json") == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["ranks"] == expected["ranks"] and found["time"] == expected["time"]
+    assert (found["passed_states"] is None) == (not begun)
+    assert ("--mamba-cp-comm-type heads" in printed.err) == (not begun)
+    search = plan(capsys, *flags, "--search", "--world-size", "2")
+    (layout_of_two,) = (each for each in search["layouts"] if each["flags"] == " ".join(layout[:3]))
+    assert layout_of_two["step_seconds"] == expected["time"]["step_seconds"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_planned(capsys, tmp_path, monkeypatch):
+    def fail(*words, **options):
+        raise CheckpointMismatchError("is of a newer version", path=tmp_path)
+
+    monkeypatch.setattr(load, "newest_metadata", fail)
+    found = commands.refusal(capsys, "plan", *SMALL, "--load", str(tmp_path))
+    assert found[0] == 4 and "is of a newer version" in found[1]
 
 
 def test_partitions_of_a_pack_are_compared(capsys, tmp_path):

@@ -136,6 +136,31 @@ def test_layouts_of_a_search_are_ordered_and_their_flags_give_their_times(capsys
         assert next(iter(alone["ranks"].values()))["bytes"]["total"] == layout["bytes"]
 
 
+@pytest.mark.parametrize("more", ["--kv-channels 256", "--window-size 99,0"])
+def test_a_zigzag_without_a_kernel_on_gpus_is_refused_and_not_found(more, capsys):
+    zigzag = [*more.split(), "--cp-comm-type", "p2p", "--cp-partition-mode", "zigzag"]
+    two = ["--world-size", "2", "--context-parallel-size", "2"]
+    code, said = commands.refusal(capsys, "plan", *FLAGS, *zigzag, *two)
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith("--cp-partition-mode zigzag: has one kernel on GPUs")
+    assert said.endswith("; give contiguous, or --cp-comm-type a2a.\n")
+    assert plan(capsys, *FLAGS, *zigzag, "--world-size", "2")["time"]  # one rank holds each pack
+    for layout in plan(capsys, *FLAGS, *zigzag, "--search", "--world-size", "2")["layouts"]:
+        assert "--context-parallel-size" not in layout["flags"]
+    # Tensor-parallel ranks cannot share three heads, so a change for memory might be a zigzag.
+    long = ["--num-attention-heads", "3", "--kv-channels", "64", "--seq-length", "65536"]
+    long += ["--world-size", "2", "--gpu-memory-gib", "1"]
+    changes = [
+        change["flag"]
+        for attention in (zigzag[2:], zigzag)
+        for change in plan(capsys, *FLAGS, *long, *attention)["changes"]
+    ]
+    assert changes.count("--context-parallel-size 2") == 1
+    for cure in (["--cp-partition-mode", "contiguous"], ["--cp-comm-type", "a2a"]):
+        assert plan(capsys, *FLAGS, *zigzag, *cure, *two)["time"]
+    assert plan(capsys, *FLAGS, *zigzag, *two, "--attention-backend", "reference")["ranks"]
+
+
 def test_a_search_recomputes_where_memory_ends(capsys):
     deep = ("--hybrid-layer-pattern", "-" * 24, "--seq-length", "65536")
     run = [*FLAGS, *deep, "--world-size", "2", "--global-batch-size", "2"]

@@ -2,6 +2,7 @@
 cure.
 """
 
+import re
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -622,6 +623,34 @@ def test_transformer_engine_layers(
 
 
 FULL_RECOMPUTATION = "--recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize("kernel", ["", "--attention-backend transformer_engine"])
+@pytest.mark.parametrize("mode", ["", "--cp-partition-mode contiguous"], ids=["auto", "contiguous"])
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("--window-size 8,0", "no kernel for a zigzag of attention windows"),
+        ("--seq-length 126", "4 chunks of a zigzag do not divide the 126 token slots of a pack"),
+        ("--pad-packed-seq-alignment 2", "alignment 2 is no multiple of the 4 chunks of a zigzag"),
+    ],
+)
+def test_where_no_partition_fits_the_cure_names_kernels_that_work(
+    right, packages, change: str, rule: str, mode: str, kernel: str
+) -> None:
+    packages(True)
+    layout = f"^2 --context-parallel-size 2 --cp-comm-type p2p {change} {mode} --bf16"
+    words = f"{layout} --transformer-impl transformer_engine"
+    problem = outcome(argv_of(right, f"{words} {kernel}"), 2)
+    assert rule in problem.rule
+    cure = re.fullmatch(r"(?:add --attention-backend|give) ([\w, ]+)", problem.cure)
+    assert cure is not None, problem.cure
+    for backend in re.split(", | or ", cure[1]):
+        found = outcome(argv_of(right, f"{words} --attention-backend {backend}"), 2)
+        assert found.parallel.cp_partition_mode == "contiguous", found
+    if kernel:  # layers of this package choose among all kernels
+        local = outcome(argv_of(right, f"{layout} {kernel}"), 2)
+        assert local.cure.startswith("give auto, ")
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

@@ -5,8 +5,10 @@ value 1 that become constants, or the use of registers. So these tests call each
 awkward sizes, as on a GPU, and each launch stops after the compilation.
 """
 
+import os
 import re
 import subprocess
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from megatron_packed.ops.parts_of_pack import PartOfPack
+from support import kept_kernels
 from support.compiled_products import overwritten_operands, transposed_in_registers
 from support.hopper_driver import Hopper
 
@@ -36,15 +39,20 @@ SHARED_MEMORY = 227 * 1024
 def keep_in(pytestconfig, monkeypatch, tmp_path):
     """Provide a function that chooses the folder of compiled kernels by its name.
 
-    It stays in pytest's cache from one run of the tests to the next. Triton's keys have the code of a
+    It stays in pytest's cache from one run of the tests to the next, and the end of a run bounds it
+    (`kept_kernels`). Triton's keys have the code of a
     kernel with all that it calls, its options and Triton itself. So a change of any of these compiles
     the kernel again.
     """
 
     def choose(name):
         cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
-        folder = tmp_path / name if cache is None else cache.mkdir(name)
+        folder = tmp_path / name if cache is None else kept_kernels.folder_of(cache, name)
         monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+
+    manager = triton.runtime.cache.FileCacheManager
+    dated = kept_kernels.with_time_of_use(manager.__init__)
+    monkeypatch.setattr(manager, "__init__", dated)
 
     return choose
 
@@ -86,6 +94,33 @@ def omit_machine_code(monkeypatch, keep_in):
     monkeypatch.setattr(backend, "make_cubin", lambda *arguments: b"")
     monkeypatch.setattr(Hopper, "get_current_device", lambda self: 1)
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+
+
+def test_kernels_that_are_not_used_are_removed_when_their_folder_is_large(compiled, tmp_path):
+    """A run dates the folders of its kernels, so the kernels of before an edit are the oldest."""
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+
+    def in_use():
+        return [each for each in folder.iterdir() if time.time() - each.stat().st_mtime < 600]
+
+    (known := folder / "KNOWN").mkdir(exist_ok=True)
+    os.utime(known, (0, 0))
+    rms_norm(64, torch.float32, in_flat_buffer=True)
+    assert len(in_use()) >= len({kernel.hash for _, kernel in compiled}) > 0
+    assert known not in in_use()
+    triton.runtime.cache.FileCacheManager("KNOWN")  # as a launch does that finds its kernel there
+    assert known in in_use()
+    known.rmdir()
+    for age, name in enumerate(("new", "used", "old", "older")):
+        kernel = tmp_path / "kernels" / name
+        kernel.mkdir(parents=True)
+        (kernel / "k.cubin").write_bytes(bytes(10))
+        os.utime(kernel, (0, 1000 - age))
+    kept_kernels.remove_unused(tmp_path / "kernels", 40)
+    assert len(list((tmp_path / "kernels").iterdir())) == 4
+    kept_kernels.remove_unused(tmp_path / "kernels", 25)
+    assert {each.name for each in (tmp_path / "kernels").iterdir()} == {"new", "used"}
+    kept_kernels.remove_unused(tmp_path / "absent", 0)
 
 
 def stack_bytes(kernel, path):
