@@ -151,7 +151,7 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.lora = lora
         ctx.drops = dropped_TI is not None
         ctx.main_grads = main_grad_of(A_PI), main_grad_of(B_Or), main_grad_of(bias_O)
-        return F.linear(x_TI, weight_OI, bias_O).addmm_(low_TP, lora.spread(B_Or).t())
+        return _added_product(F.linear(low_TP, lora.spread(B_Or), bias_O), x_TI, weight_OI.t())
 
     @staticmethod
     @once_differentiable
@@ -160,12 +160,12 @@ class _AdaptedLinear(torch.autograd.Function):
         lora: Lora = ctx.lora
         needs_x, needs_dropped = ctx.needs_input_grad[:2]
         low_grad_TP = (grad_TO @ lora.spread(B_Or)).mul_(lora.shared.scale)
-        grad_TI = grad_TO @ weight_OI if needs_x else None
-        dropped_grad_TI = None
+        grad_TI = dropped_grad_TI = None
         if ctx.drops:
+            grad_TI = grad_TO @ weight_OI if needs_x else None
             dropped_grad_TI = low_grad_TP @ A_PI if needs_dropped else None
-        elif grad_TI is not None:
-            grad_TI.addmm_(low_grad_TP, A_PI)
+        elif needs_x:
+            grad_TI = _added_product(low_grad_TP @ A_PI, grad_TO, weight_OI)
         of_A, of_B, of_bias = ctx.main_grads
         A_grad = B_grad = None
         if ctx.needs_input_grad[4]:
@@ -174,6 +174,15 @@ class _AdaptedLinear(torch.autograd.Function):
             B_grad = _spread_grad(lora, of_B, grad_TO, low_TP)
         grad_O = bias_grad(of_bias, grad_TO) if ctx.needs_input_grad[3] else None
         return grad_TI, dropped_grad_TI, None, grad_O, A_grad, B_grad, None
+
+
+def _added_product(sum_TO: Tensor, x_TI: Tensor, weight_IO: Tensor) -> Tensor:
+    """Add ``x W`` to the sum in place.
+
+    The small product of the adapters comes first, because the large one can read the sum while it
+    computes. The other order writes the large result, then reads and writes it again.
+    """
+    return torch.addmm(sum_TO, x_TI, weight_IO, out=sum_TO)
 
 
 def _product_grad(main_grad: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
