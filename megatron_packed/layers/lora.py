@@ -146,7 +146,7 @@ class _AdaptedLinear(torch.autograd.Function):
         lora: Lora,
     ) -> Tensor:
         read_TI = x_TI if dropped_TI is None else dropped_TI
-        low_TP = F.linear(read_TI, A_PI).mul_(lora.shared.scale)
+        low_TP = _scaled_product(lora.shared.scale, read_TI, A_PI.t())
         ctx.save_for_backward(read_TI, low_TP, weight_OI, A_PI, B_Or)
         ctx.lora = lora
         ctx.drops = dropped_TI is not None
@@ -159,7 +159,7 @@ class _AdaptedLinear(torch.autograd.Function):
         read_TI, low_TP, weight_OI, A_PI, B_Or = ctx.saved_tensors
         lora: Lora = ctx.lora
         needs_x, needs_dropped = ctx.needs_input_grad[:2]
-        low_grad_TP = (grad_TO @ lora.spread(B_Or)).mul_(lora.shared.scale)
+        low_grad_TP = _scaled_product(lora.shared.scale, grad_TO, lora.spread(B_Or))
         grad_TI = dropped_grad_TI = None
         if ctx.drops:
             grad_TI = grad_TO @ weight_OI if needs_x else None
@@ -174,6 +174,12 @@ class _AdaptedLinear(torch.autograd.Function):
             B_grad = _spread_grad(lora, of_B, grad_TO, low_TP)
         grad_O = bias_grad(of_bias, grad_TO) if ctx.needs_input_grad[3] else None
         return grad_TI, dropped_grad_TI, None, grad_O, A_grad, B_grad, None
+
+
+def _scaled_product(scale: float, x_TI: Tensor, weight_IO: Tensor) -> Tensor:
+    """Return ``scale x W``; the product itself multiplies, so no kernel does that after it."""
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight_IO.shape[1])
+    return torch.addmm(out_TO, x_TI, weight_IO, beta=0, alpha=scale, out=out_TO)
 
 
 def _added_product(sum_TO: Tensor, x_TI: Tensor, weight_IO: Tensor) -> Tensor:
