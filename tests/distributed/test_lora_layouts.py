@@ -95,7 +95,7 @@ CASES = {
     "TP2, one key-value head": Case(Way(2, 2), model=(("num_query_groups", 1),)),
     "TP2, dropout": Case(Way(2, 2), model=(("lora_dropout", 0.2), ("moe_latent_size", None))),
     "CP2": Case(Way(2, cp_size=2)),
-    "CP2, passed states": Case(Way(2, cp_size=2, mamba="state", linear="chunkwise")),
+    "CP2, exchanged heads": Case(Way(2, cp_size=2, mamba="heads", linear="headwise")),
     "EP2": Case(Way(2, ep_size=2)),
     "EP2, alltoall": Case(Way(2, ep_size=2, dispatcher="alltoall")),
     "EP2 x TP2, sequence parallel": Case(Way(4, 2, True, False, 2)),
