@@ -14,6 +14,7 @@ from torch import Tensor
 import megatron_packed.layers.attention as attention
 import megatron_packed.layers.contiguous_attention as contiguous_attention
 import megatron_packed.layers.state_passing as state_passing
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.collectives import (
     all_reduce_sum,
     own_rows,
@@ -127,11 +128,11 @@ class Run:
     flat: bool = False
     """True stores gradients in flat buffers (``main_grad``); False leaves them to autograd."""
     mutation: str | None = None
-    mamba: str = "heads"
+    mamba: str = ParallelConfig.mamba_cp_comm_type
     """Communication of Mamba layers."""
     partition: str = "zigzag"
     """Rows of a rank in attention that exchanges keys and values."""
-    linear: str = "headwise"
+    linear: str = ParallelConfig.linear_cp_mode
     """Communication of gated delta nets."""
 
     @property
@@ -256,7 +257,7 @@ def check(pools: WorkerPools, world_size: int, layout: dict[str, int], runs: lis
 
 
 def variants(layout: dict[str, int], number: int = 0, **options: Any) -> list[Run]:
-    """Return a run of each way of communication.
+    """Return a run of each way of communication of attention.
 
     With tensor parallelism every second run has sequence parallelism. The other ones have it in
     the variants of the next ``number``.
@@ -273,9 +274,21 @@ def variants(layout: dict[str, int], number: int = 0, **options: Any) -> list[Ru
 def test_ranks_compute_what_one_process_computes(
     pools: WorkerPools, world_size: int, layout: dict[str, int], case: str
 ) -> None:
+    """Check Mamba layers that pass states or exchange heads in turns.
+
+    A case passes states in one of the two layouts if it exchanges heads in the other. Cases 0, 1, 4
+    and cases 2, 3 begin with different ones, so both occur with and without sequence parallelism.
+    """
     pattern = "M*-M" if CASES[case].get("add_bias_linear") else "M*-EM"  # Experts have no biases.
     number = list(CASES).index(case)
-    check(pools, world_size, layout, variants(layout, number, changes=CASES[case], pattern=pattern))
+    runs = variants(layout, number, changes=CASES[case], pattern=pattern)
+    first = number // 2 + FOUR_RANKS.index((world_size, layout))
+    check(
+        pools,
+        world_size,
+        layout,
+        [replace(run, mamba="heads") if (first + i) % 2 else run for i, run in enumerate(runs)],
+    )
 
 
 WINDOWS = {
@@ -287,6 +300,8 @@ WINDOWS = {
     "in every second layer": {"window_size": "9,0", "window_attn_skip_freq": "2"},
 }
 """Windows of attention; four ranks have 32 rows each."""
+OF_ALL_KEYS = ("", "of some rows of one rank", "in every second layer")
+"""Windows for ranks that gather all keys. With p2p the window also decides which rows arrive."""
 
 
 @pytest.mark.shows(
@@ -307,12 +322,14 @@ def test_ranks_attend_over_contiguous_rows(
     runs = [
         replace(run, changes={**run.changes, **window})
         for run in both
-        for window in WINDOWS.values()
+        for name, window in WINDOWS.items()
         if len(window) < 2 or world_size == 4
+        if run.comm_type == "p2p" or name in OF_ALL_KEYS
     ]
     changes = CASES["groups and keys for all ranks, rope, expert bias"]
     runs += [replace(run, changes={**changes, **DELTA}, pattern="MG*E") for run in both]
-    runs += [replace(run, changes=TIED, pattern="M*-", mamba="state") for run in both]
+    runs[-1] = replace(runs[-1], mamba="heads", linear="headwise")
+    runs += [replace(run, changes=TIED, pattern="M*-") for run in both]
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[-2:]]
     check(pools, world_size, layout, runs)
 
@@ -322,7 +339,7 @@ def test_ranks_exchange_the_heads_of_gated_delta_nets(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
     """Check both orders of rows; the two zigzag communications differ in attention only."""
-    runs = variants(layout, changes={**TIED, **DELTA}, pattern="G-G")
+    runs = variants(layout, changes={**TIED, **DELTA}, pattern="G-G", linear="headwise")
     if "tp_size" in layout:
         runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
     runs = [run for run in runs if run.comm_type != "all_gather"]
@@ -346,10 +363,10 @@ def test_ranks_pass_the_states_of_scans(
     pools: WorkerPools, world_size: int, layout: dict[str, int]
 ) -> None:
     """Check heads that no context-parallel ranks can share, in both precisions."""
-    runs = variants(layout, changes=ODD, pattern="M*-M", mamba="state")
-    runs += variants(layout, changes={**TIED, **DELTA}, pattern="*GM*", mamba="state")[1:2]
+    runs = variants(layout, changes=ODD, pattern="M*-M")
+    runs += variants(layout, changes={**TIED, **DELTA}, pattern="*GM*", linear="headwise")[1:2]
     changes = CASES["groups and keys shared by ranks"]
-    runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True, mamba="state"))
+    runs.append(Run("p2p", changes, "ME", dtype=torch.float32, flat=True))
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs[:2]]
     check(pools, world_size, layout, runs)
 
@@ -371,11 +388,11 @@ def test_ranks_pass_the_states_of_gated_delta_nets(
 ) -> None:
     """Check key heads that the ranks cannot share, in both precisions, and both widths of a halo."""
     changes = {**TIED, **ODD_DELTA}
-    runs = variants(layout, changes=changes, pattern="G*-G", linear="chunkwise")
+    runs = variants(layout, changes=changes, pattern="G*-G")
     runs = [run for run in runs if run.comm_type != "all_gather"]
     runs += [replace(run, dtype=torch.float32, flat=True) for run in runs]
     short = {**changes, "linear_conv_kernel_dim": 2, "linear_allow_neg_eigval": True}
-    runs.append(Run("p2p", short, "GE", linear="chunkwise"))
+    runs.append(Run("p2p", short, "GE"))
     check(pools, world_size, layout, runs)
 
 
@@ -548,7 +565,8 @@ def collectives_of_layers(groups: ParallelGroups, runs: list[Run]) -> list[dict[
 
 def test_number_of_collectives(pools: WorkerPools) -> None:
     """Check that M and G layers have one all-to-all before the convolution and one after the scan."""
-    mamba = [Run(comm_type, {**TIED, **DELTA}, pattern="M") for comm_type in COMM_TYPES]
+    options: Any = {"pattern": "M", "mamba": "heads", "linear": "headwise"}
+    mamba = [Run(comm_type, {**TIED, **DELTA}, **options) for comm_type in COMM_TYPES]
     delta, attend = ([replace(run, pattern=symbol) for run in mamba] for symbol in "G*")
     runs = mamba + delta + attend
     for rank in pools.run(collectives_of_layers, 4, runs, layout={"cp_size": 4}):
@@ -572,9 +590,9 @@ def test_passed_states_need_two_messages_and_attention_two_exchanges_for_each_re
     pools: WorkerPools,
 ) -> None:
     """Check the halo and the states of M and G layers, and the moves before and after attention."""
-    runs = [Run(comm, TIED, pattern="M*", mamba="state") for comm in ("a2a", "p2p")]
-    runs.append(Run("p2p", {**TIED, **ODD_DELTA}, pattern="G*", linear="chunkwise"))
-    runs.append(Run("all_gather", TIED, pattern="*M", mamba="state"))
+    runs = [Run(comm, TIED, pattern="M*") for comm in ("a2a", "p2p")]
+    runs.append(Run("p2p", {**TIED, **ODD_DELTA}, pattern="G*"))
+    runs.append(Run("all_gather", TIED, pattern="*M"))
     gathers = ["_allgather_base_"] * 2
     scatters = ["_reduce_scatter_base_"] * 2
     moves = ["alltoall_base_"] * 2
@@ -610,9 +628,9 @@ def test_no_question_and_no_shape_depends_on_the_documents(pools: WorkerPools) -
         for comm_type in COMM_TYPES
     ]
     runs += [
-        Run(comm, changes, "ME", mamba="state", dtype=torch.float32) for comm in ("a2a", "p2p")
+        Run(comm, changes, "ME", mamba="heads", dtype=torch.float32) for comm in ("a2a", "p2p")
     ]
-    runs.append(Run("p2p", changes, "GE", linear="chunkwise", dtype=torch.float32))
+    runs.append(Run("p2p", changes, "GE", linear="headwise", dtype=torch.float32))
     for rank in pools.run(recorded_runs, 2, runs, layout={"cp_size": 2}):
         for first, second in rank:
             assert first == second and not asks(first)
@@ -716,19 +734,25 @@ ISOLATED = [
 def test_other_documents_do_not_change_by_a_bit(
     pools: WorkerPools, world_size: int, layout: dict[str, int], sequence_parallel: bool
 ) -> None:
+    """Check each kind of layer with each exchange, over rows in the order of slots and in zigzags.
+
+    A model has several exchanges, because any layer that mixes documents changes its results.
+    """
     changes = {**TIED, **ROPE, **DELTA, "mamba_num_groups": 1}
     a2a, all_gather, p2p = (
         Run(comm, changes, "M*-EG", sequence_parallel, torch.float32) for comm in COMM_TYPES
     )
-    # The two zigzag communications differ in attention only.
-    runs = [a2a, replace(all_gather, pattern="*-"), p2p]
+    runs = [a2a, p2p]
     runs += [
-        replace(run, pattern="*-", partition="contiguous", changes={**changes, **window})
-        for run in (all_gather, p2p)
-        for window in ({}, {"window_size": "9,0"})
+        replace(a2a, pattern="MG", mamba="heads", linear="headwise"),
+        replace(all_gather, pattern="MG*", mamba="heads", linear="headwise"),
+        replace(p2p, pattern="GM*M", mamba="heads"),
     ]
-    runs += [replace(run, pattern="M*GM", mamba="state") for run in (a2a, p2p)]
-    runs += [replace(run, pattern="G*MG", linear="chunkwise") for run in (a2a, p2p)]
+    every_second = {**changes, "window_size": "9,0", "window_attn_skip_freq": "2"}
+    runs += [
+        replace(run, pattern="**", partition="contiguous", changes=every_second)
+        for run in (all_gather, p2p)
+    ]
     results = pools.run(leaks, world_size, runs, layout=layout, timeout=120)
     for i, run in enumerate(runs):
         for rank in results:
@@ -742,7 +766,7 @@ def test_a_removed_boundary_is_seen(pools: WorkerPools) -> None:
         for comm in COMM_TYPES
         for pattern in ("M", "G", "*")
     ]
-    runs += [replace(run, mamba="state", linear="chunkwise") for run in runs if run.pattern in "MG"]
+    runs += [replace(run, mamba="heads", linear="headwise") for run in runs if run.pattern in "MG"]
     runs += [
         replace(run, partition="contiguous")
         for run in runs
@@ -858,23 +882,23 @@ MUTATIONS = [
         )
     ),
     Run("a2a", {**TIED, **LOSSES}, "E", mutation="counts of a rank's own tokens"),
-    Run("p2p", TIED, "M", mutation="rows left in the order of ranks"),
-    Run("p2p", TIED, "M", mutation="rows sent back in the order of slots"),
+    Run("p2p", TIED, "M", mamba="heads", mutation="rows left in the order of ranks"),
+    Run("p2p", TIED, "M", mamba="heads", mutation="rows sent back in the order of slots"),
     Run("a2a", TIED, "M", mutation="everybody's first tokens"),
-    Run("a2a", TIED, "M", mutation="everybody's first heads"),
-    Run("a2a", TIED, "M", mutation="everybody's first channels"),
-    Run("a2a", TIED, "M", mamba="state", mutation="no halo"),
-    Run("p2p", TIED, "M*", mamba="state", mutation="no entering state"),
-    Run("a2a", TIED, "M", mamba="state", mutation="states without a way back"),
-    Run("p2p", TIED, "M*", mamba="state", mutation="contiguous rows in attention"),
-    Run("p2p", TIED, "M*", mamba="state", mutation="rows of attention left in a zigzag"),
-    Run("a2a", DELTA, "G", linear="chunkwise", mutation="no halo"),
-    Run("p2p", {**TIED, **DELTA}, "G*", linear="chunkwise", mutation="no messages"),
-    Run("a2a", DELTA, "G", linear="chunkwise", mutation="states without a way back"),
-    Run("p2p", DELTA, "G", mutation="rows left in the order of ranks"),
-    Run("p2p", DELTA, "G", mutation="rows sent back in the order of slots"),
-    Run("a2a", DELTA, "G", mutation="everybody's first heads"),
-    Run("a2a", DELTA, "G", mutation="everybody's first channels"),
+    Run("a2a", TIED, "M", mamba="heads", mutation="everybody's first heads"),
+    Run("a2a", TIED, "M", mamba="heads", mutation="everybody's first channels"),
+    Run("a2a", TIED, "M", mutation="no halo"),
+    Run("p2p", TIED, "M*", mutation="no entering state"),
+    Run("a2a", TIED, "M", mutation="states without a way back"),
+    Run("p2p", TIED, "M*", mutation="contiguous rows in attention"),
+    Run("p2p", TIED, "M*", mutation="rows of attention left in a zigzag"),
+    Run("a2a", DELTA, "G", mutation="no halo"),
+    Run("p2p", {**TIED, **DELTA}, "G*", mutation="no messages"),
+    Run("a2a", DELTA, "G", mutation="states without a way back"),
+    Run("p2p", DELTA, "G", linear="headwise", mutation="rows left in the order of ranks"),
+    Run("p2p", DELTA, "G", linear="headwise", mutation="rows sent back in the order of slots"),
+    Run("a2a", DELTA, "G", linear="headwise", mutation="everybody's first heads"),
+    Run("a2a", DELTA, "G", linear="headwise", mutation="everybody's first channels"),
 ]
 
 

@@ -26,7 +26,10 @@ from support.whole_state import assembled, assert_same_bits, everything
 
 CASES: dict[str, tuple[Way, dict[str, Any]]] = {
     "heads and rows": (Way(2, cp_size=2, ep_size=2, dispatcher="alltoall"), {}),
-    "heads in parts": (Way(2, cp_size=2), {"cp_comm_overlap_parts": 2}),
+    "heads in parts": (
+        Way(2, cp_size=2, mamba="heads", linear="headwise"),
+        {"cp_comm_overlap_parts": 2},
+    ),
     "rows of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {"moe_dispatch": "rows"}),
     "tokens of four ranks": (Way(4, ep_size=4, dispatcher="alltoall"), {"moe_dispatch": "tokens"}),
     "rows in parts": (

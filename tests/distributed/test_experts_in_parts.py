@@ -65,8 +65,9 @@ def results_of(
         job = build_job(config, groups, VOCAB)
         job.buffers.zero_grad()
         results: dict[str, Tensor] = {}
-        # One pack of a rank is empty, so it sends no rows.
-        for number, micro_batch in enumerate(step_of(way, groups, 0, [*LENGTHS[:3], []])):
+        # One pack of a rank is empty, so it sends no rows. One replica has two packs, not four.
+        lengths = [*LENGTHS[:3], []] if groups.dp.size > 1 else [LENGTHS[1], []]
+        for number, micro_batch in enumerate(step_of(way, groups, 0, lengths)):
             output = job.model.forward_backward(micro_batch)
             assert not output.expert_overflow
             results |= {

@@ -27,7 +27,8 @@ from support.whole_state import Shards, assembled, everything
 
 Options = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 """Changes of a run's sections: name of a section, and the values of its options."""
-PACKS, STEPS = 4, 2
+PACKS, STEPS = 2, 2
+"""Packs of a replica in one step, and number of steps."""
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 NO_OPTIONS: Options = ()
 OVERLAP: Options = (
@@ -86,6 +87,12 @@ class Case(NamedTuple):
     way: Way
     options: Options = NO_OPTIONS
     model: tuple[tuple[str, Any], ...] = ()
+    replicas: int = 1
+    """Data-parallel ranks of the layout with whose packs one process trains."""
+
+    @property
+    def packs(self) -> int:
+        return PACKS * max(self.way.dp_size, self.replicas)
 
 
 CASES = {
@@ -95,7 +102,7 @@ CASES = {
     "TP2, one key-value head": Case(Way(2, 2), model=(("num_query_groups", 1),)),
     "TP2, dropout": Case(Way(2, 2), model=(("lora_dropout", 0.2), ("moe_latent_size", None))),
     "CP2": Case(Way(2, cp_size=2)),
-    "CP2, passed states": Case(Way(2, cp_size=2, mamba="state", linear="chunkwise")),
+    "CP2, exchanged heads": Case(Way(2, cp_size=2, mamba="heads", linear="headwise")),
     "EP2": Case(Way(2, ep_size=2)),
     "EP2, alltoall": Case(Way(2, ep_size=2, dispatcher="alltoall")),
     "EP2 x TP2, sequence parallel": Case(Way(4, 2, True, False, 2)),
@@ -129,7 +136,7 @@ def train(groups: ParallelGroups, case: Case) -> tuple[list[list[float]], list[S
     bias = {name: each.clone() for name, each in job.model.named_buffers() if "expert_bias" in name}
     numbers, states = [], []
     for step in range(STEPS):
-        values = step_values(job.step(mine(groups, case.way, step, PACKS), 1e-2).tolist())
+        values = step_values(job.step(mine(groups, case.way, step, case.packs), 1e-2).tolist())
         numbers.append([values.loss, values.grad_norm, values.aux_loss])
         states.append(everything(job))
     moved = [n for n, each in job.model.named_buffers() if n in bias and not each.equal(bias[n])]
@@ -138,10 +145,10 @@ def train(groups: ParallelGroups, case: Case) -> tuple[list[list[float]], list[S
 
 
 @cache
-def alone(options: Options, model: tuple[tuple[str, Any], ...]) -> Any:
+def alone(options: Options, model: tuple[tuple[str, Any], ...], replicas: int) -> Any:
     seed_all(0)  # the processes of a pool get the same seed
     kept = tuple(each for each in options if each[0] == "optim")
-    numbers, states, trained = train(ParallelGroups.single(), Case(Way(), kept, model))
+    numbers, states, trained = train(ParallelGroups.single(), Case(Way(), kept, model, replicas))
     return torch.tensor(numbers), [assembled([state]) for state in states], trained
 
 
@@ -149,7 +156,8 @@ def alone(options: Options, model: tuple[tuple[str, Any], ...]) -> Any:
 def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None:
     case = CASES[name]
     ranks = pools.run(train, case.way.world_size, case, layout=case.way.layout)
-    compare(ranks, alone(case.options, case.model), low=case.options == LOW_STATE)
+    one_process = alone(case.options, case.model, case.way.dp_size)
+    compare(ranks, one_process, low=case.options == LOW_STATE)
 
 
 def compare(ranks: list[Any], one_process: Any, *, low: bool = False) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_packed.config.exchanged_heads import number_of_parts
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed import all_to_all
 from megatron_packed.distributed.all_to_all import (
     EqualExchange,
@@ -148,7 +149,8 @@ class Run:
 
     pattern: str
     comm_type: str = "a2a"
-    mamba: str = "heads"
+    mamba: str = ParallelConfig.mamba_cp_comm_type
+    linear: str = ParallelConfig.linear_cp_mode
     sequence_parallel: bool = False
     changes: dict[str, Any] = field(default_factory=lambda: CHANGES)
 
@@ -188,7 +190,7 @@ def results(groups: ParallelGroups, run: Run, parts: int) -> tuple[dict[str, Ten
         dtype=torch.float32,
         cp_comm_type=run.comm_type,
         mamba_cp_comm_type=run.mamba,
-        linear_cp_mode="headwise",
+        linear_cp_mode=run.linear,
         cp_comm_overlap_parts=parts,
         sequence_parallel=run.sequence_parallel,
     )
@@ -247,9 +249,9 @@ def compare(groups: ParallelGroups, runs: list[Run]) -> list[Compared]:
 def test_parts_equal_the_whole(pools: WorkerPools, world_size: int, layout: dict[str, int]) -> None:
     tp, cp = layout.get("tp_size", 1), layout["cp_size"]
     runs = [
-        Run("M*G-", sequence_parallel=tp > 1),
-        Run("MG*", "p2p"),
-        Run("M*G", "a2a", "state"),
+        Run("M*G-", "a2a", "heads", "headwise", tp > 1),
+        Run("MG*", "p2p", "heads", "headwise"),
+        Run("M*G"),
     ]
     most = 8 // tp // cp
     for rank in pools.run(compare, world_size, runs, layout=layout):
@@ -259,7 +261,7 @@ def test_parts_equal_the_whole(pools: WorkerPools, world_size: int, layout: dict
         assert heads.once[:3] == [1, 1, 1] and heads.often[:3] == [most] * 3
         # Two exchanges of three layers, forward and backward.
         assert heads.often[-1] - heads.once[-1] == 12 * (most - 1)
-        assert ring.often[:3] == [most, most, 1] and state.often[:3] == [1, most, most]
+        assert ring.often[:3] == [most, most, 1] and state.often[:3] == [1, most, 1]
 
 
 def isolated(groups: ParallelGroups, comm_types: list[str]) -> list[list[str]]:

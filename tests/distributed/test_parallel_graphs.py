@@ -84,21 +84,15 @@ TP2, RING, EP2 = (
     Way(2, cp_size=2, comm_type="p2p"),
     Way(2, ep_size=2, distributed_optimizer=True),
 )
-IN_ORDER = Way(
-    2,
-    cp_size=2,
-    comm_type="all_gather",
-    mamba="state",
-    linear="chunkwise",
-    partition="contiguous",
-)
+HEADS = Way(2, cp_size=2, mamba="heads", linear="headwise")
+IN_ORDER = Way(2, cp_size=2, comm_type="all_gather", partition="contiguous")
 REPLAYED = {
     "local": [
         TP2,
         Way(2, cp_size=2),
-        RING,
-        Way(2, cp_size=2, comm_type="all_gather"),
-        Way(2, cp_size=2, mamba="state"),
+        HEADS,
+        RING._replace(linear="headwise"),
+        Way(2, cp_size=2, comm_type="all_gather", mamba="heads"),
         IN_ORDER,
         EP2,
         Way(4, 2, True, ep_size=2, expert_tp_size=1),
@@ -107,7 +101,7 @@ REPLAYED = {
         TP2,
         Way(2, cp_size=2),
         RING,
-        RING._replace(mamba="state", linear="chunkwise"),
+        RING._replace(mamba="heads", linear="headwise"),
         IN_ORDER._replace(comm_type="p2p"),
         EP2,
     ],
@@ -115,7 +109,7 @@ REPLAYED = {
     "transformer_engine": [
         Way(2, 2, True),
         Way(2, cp_size=2),
-        Way(2, cp_size=2, mamba="state", linear="chunkwise"),
+        HEADS,
         EP2,
     ],
 }

@@ -6,12 +6,14 @@ Recomputation runs collectives again in the backward pass.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 from megatron_packed.config.run import RunConfig
 from megatron_packed.config.sections.memory import MemoryConfig
+from megatron_packed.config.sections.parallel import ParallelConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.training.build_job import build_job
@@ -47,6 +49,11 @@ WAYS = [
     Way(4, 1, "none", 4, "p2p", 2, "alltoall", "none", "copied", "after", 1),
     Way(2, 1, "none", 2, "all_gather", 2, "alltoall", "none", "copied", "after", 1),
 ]
+DEFAULTS = {
+    "mamba_cp_comm_type": ParallelConfig.mamba_cp_comm_type,
+    "linear_cp_mode": ParallelConfig.linear_cp_mode,
+}
+HEADS = {"mamba_cp_comm_type": "heads", "linear_cp_mode": "headwise"}
 
 
 def one_step(config: RunConfig, groups: ParallelGroups) -> tuple[list[object], int]:
@@ -66,19 +73,15 @@ def compare(
     groups: ParallelGroups,
     way: Way,
     dropout: float,
-    passes_states: bool = False,
-    expert_parts: int = 1,
+    exchange: Mapping[str, str],
+    expert_parts: int,
 ) -> dict[str, tuple[bool, int]]:
     """Compare each mode with a run without recomputation: equal results, and the number of
     additional collectives."""
     config = config_of(way)
     model = dataclasses.replace(config.model, hidden_dropout=dropout)
     model = dataclasses.replace(model, moe_comm_overlap_parts=expert_parts)
-    parallel = config.parallel
-    if passes_states:
-        parallel = dataclasses.replace(
-            parallel, mamba_cp_comm_type="state", linear_cp_mode="chunkwise"
-        )
+    parallel = dataclasses.replace(config.parallel, **exchange)
     config = dataclasses.replace(config, model=model, parallel=parallel)
     expected, fewest = one_step(config, groups)
     answers = {}
@@ -105,17 +108,17 @@ def alike(found: list[object], expected: list[object]) -> bool:
     return True
 
 
-@pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way)))
-@pytest.mark.shows("offload", of=lambda way: (way.processes, config_of(way)))
+@pytest.mark.shows("recompute", of=lambda way: (way.processes, config_of(way), DEFAULTS))
+@pytest.mark.shows("offload", of=lambda way: (way.processes, config_of(way), DEFAULTS))
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_bit_is_that_without(way: Way, pools: WorkerPools) -> None:
     check_every_bit(pools, way)
 
 
-@pytest.mark.shows("recompute", "CP all_gather", "CP state", "CP chunkwise")
-@pytest.mark.shows("offload", "CP all_gather", "CP state", "CP chunkwise")
-def test_every_bit_is_that_without_where_states_are_passed(pools: WorkerPools) -> None:
-    check_every_bit(pools, WAYS[-1], passes_states=True)
+@pytest.mark.shows("recompute", "CP all_gather")
+@pytest.mark.shows("offload", "CP all_gather")
+def test_every_bit_is_that_without_where_heads_are_exchanged(pools: WorkerPools) -> None:
+    check_every_bit(pools, WAYS[-1], HEADS)
 
 
 @pytest.mark.shows("recompute", "EP alltoall")
@@ -125,12 +128,12 @@ def test_every_bit_is_that_without_where_experts_compute_parts(pools: WorkerPool
 
 
 def check_every_bit(
-    pools: WorkerPools, way: Way, passes_states: bool = False, expert_parts: int = 1
+    pools: WorkerPools, way: Way, exchange: Mapping[str, str] = DEFAULTS, expert_parts: int = 1
 ) -> None:
     """Compare the modes with a run without them, on all ranks."""
     layout = {"tp_size": way.tp, "cp_size": way.cp, "ep_size": way.ep}
     layout["expert_tp_size"] = way.tp if way.matrices == "shared" else 1
-    ranks = pools.run(compare, way.processes, way, 0.1, passes_states, expert_parts, layout=layout)
+    ranks = pools.run(compare, way.processes, way, 0.1, exchange, expert_parts, layout=layout)
     for mode in modes_of(way):
         answers = [rank[mode] for rank in ranks]
         assert all(same for same, _ in answers), mode

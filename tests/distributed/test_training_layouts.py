@@ -300,7 +300,7 @@ WAYS = [
 ]
 WAYS += [Way(4, 2, True, True, cp_size=2)]
 ZIGZAGS = [
-    Way(2, cp_size=2, comm_type="all_gather"),
+    Way(2, cp_size=2, comm_type="all_gather", mamba="heads", linear="headwise"),
     Way(2, ep_size=2, cp_size=2, comm_type="p2p", dispatcher="alltoall"),
 ]
 """Layouts that load each other's checkpoints and the checkpoint of one process."""
@@ -416,9 +416,9 @@ def self_test(groups: ParallelGroups, way: Way, leaking: int | None) -> list[boo
     [
         Way(4, 4),
         Way(4, 2, True, cp_size=2),
-        Way(2, cp_size=2, comm_type="p2p"),
-        Way(4, cp_size=4, comm_type="p2p", mamba="state"),
-        Way(4, cp_size=4, comm_type="p2p", mamba="state", linear="chunkwise"),
+        Way(2, cp_size=2, comm_type="p2p", mamba="heads", linear="headwise"),
+        Way(4, cp_size=4, comm_type="p2p", linear="headwise"),
+        Way(4, cp_size=4, comm_type="p2p"),
     ],
     ids=str,
 )
@@ -459,9 +459,9 @@ def asked(groups: ParallelGroups, way: Way) -> bool:
         Way(4, 4, True),
         Way(4, 2, True, ep_size=2),
         Way(4, 2, True, cp_size=2),
-        Way(4, cp_size=4, comm_type="p2p"),
-        Way(4, 2, True, cp_size=2, mamba="state"),
-        Way(4, 2, True, cp_size=2, linear="chunkwise"),
+        Way(4, cp_size=4, comm_type="p2p", mamba="heads", linear="headwise"),
+        Way(4, 2, True, cp_size=2, mamba="heads"),
+        Way(4, 2, True, cp_size=2, linear="headwise"),
     ],
     ids=str,
 )

@@ -19,16 +19,19 @@ from support.runs import (
 )
 
 THIRD, LAST = 2, 6
+GATED_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 OPTIONS: dict[str, Any] = {
     "train_iters": LAST,
     "eval_interval": THIRD,
     "no_isolation_self_test": None,
     "num_attention_heads": 4,
     "hybrid_layer_pattern": "MG*-E",
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **GATED_DELTA_NET,
 }
 A2A: dict[str, Any] = {"context_parallel_size": 2}
 RING: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
@@ -86,7 +89,9 @@ def test_a_run_of_heads_goes_on_with_heads(data: Data, tmp_path: Path) -> None:
 
     A flag for states changes the bits.
     """
-    options = tiny_options(data, train_iters=4, hybrid_layer_pattern="MG-E", **A2A)
+    options = tiny_options(
+        data, train_iters=4, hybrid_layer_pattern="MG-E", **GATED_DELTA_NET, **A2A
+    )
     never, resumed, states = (tmp_path / name for name in ("never", "resumed", "states"))
     heads = {"mamba_cp_comm_type": "heads", "linear_cp_mode": "headwise"}
     trained(never, 2, options, save_interval=2, **heads)

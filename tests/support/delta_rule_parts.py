@@ -58,17 +58,12 @@ def results_in_parts(values, lengths, parts, **options):
     """Run parts that send messages; return the output of the pack and each gradient, by name."""
     tokens, weights = len(values["q"]) // parts, upstream(values)
     mail = Mail(parts)
-    for mail.delivered in (False, True):
-        found = []
-        for number in range(parts):
-            leaf = {name: value.detach().requires_grad_() for name, value in values.items()}
-            arguments, part = part_of(leaf, lengths, number, parts, mail.of(number))
-            o = gated_delta_rule(*arguments, part=part, **options)
-            weight = weights[number * tokens :][:tokens].to(o.dtype)
-            gradients = torch.autograd.grad(o, leaf.values(), weight)
-            # A rank must also wait for what it sends, since its memory is used again.
-            assert all(message.waited for message in mail.started)
-            found.append(dict(zip(ALL, gradients)) | {"o": o.detach()})
-    return {"o": torch.cat([one["o"] for one in found])} | {
-        f"d{name}": sum(one[name] for one in found) for name in ALL
-    }
+    passes = []
+    for number in range(parts):
+        leaf = {name: value.detach().requires_grad_() for name, value in values.items()}
+        arguments, part = part_of(leaf, lengths, number, parts, mail.of(number))
+        o = gated_delta_rule(*arguments, part=part, **options)
+        passes.append((o, leaf, weights[number * tokens :][:tokens].to(o.dtype)))
+    sums = (sum(of_parts) for of_parts in zip(*mail.gradients(passes)))
+    gradients = {f"d{name}": gradient for name, gradient in zip(ALL, sums)}
+    return {"o": torch.cat([o.detach() for o, *_ in passes])} | gradients

@@ -72,13 +72,13 @@ class Way(NamedTuple):
     cp_size: int = 1
     comm_type: str = "a2a"
     dispatcher: str = "allgather"
-    mamba: str = "heads"
+    mamba: str = ParallelConfig.mamba_cp_comm_type
     """Communication of Mamba layers."""
     tp_overlap: bool = False
     """``--tp-comm-overlap``."""
     partition: str = "zigzag"
     """Rows of a rank in attention that exchanges keys and values."""
-    linear: str = "headwise"
+    linear: str = ParallelConfig.linear_cp_mode
     """Communication of gated delta nets."""
 
     @property
@@ -103,8 +103,8 @@ class Way(NamedTuple):
             "zero" * self[3],
         ]
         words.insert(1, f"cp{self.cp_size}-{self.comm_type}" * (self.cp_size > 1))
-        words.append("state" * (self.mamba == "state"))
-        words.append("chunkwise" * (self.linear == "chunkwise"))
+        words.append("heads" * (self.mamba == "heads"))
+        words.append("headwise" * (self.linear == "headwise"))
         words.append("overlap" * self.tp_overlap)
         words.append("contiguous" * (self.partition == "contiguous"))
         words += [
