@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_packed.cli.command import show
 from megatron_packed.cli.plan_time import assumption_about_exchanges, in_usual_unit
 from megatron_packed.config.errors import ConfigError
+from megatron_packed.config.idle_options import without_effect
 from megatron_packed.config.kinds.attention import zigzag_kernel_problem
 from megatron_packed.config.parser.parse import Parsed, parse_with_sources
 from megatron_packed.config.run import RunConfig, every_field
@@ -105,7 +106,8 @@ class OtherOptions:
                     keywords=options,
                 )
                 config = self._as_resumed(parsed.config)
-                self._parsed[key] = replace(parsed, config=config)
+                idle = without_effect(config, self._world_size)
+                self._parsed[key] = replace(parsed, config=config, idle=idle)
             except ConfigError:
                 self._parsed[key] = None
         return self._parsed[key]

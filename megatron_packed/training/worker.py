@@ -64,14 +64,18 @@ def explain_report(config: RunConfig) -> str:
 
     lines: list[str] = []
     processes = environment_number(os.environ, "WORLD_SIZE", 1, [])
-    # The report has its own line about a checkpoint that cannot be read.
-    try:
-        with suppress(CheckpointError):
-            if (resumed := checkpoint_to_resume(config)) is not None:
-                config, lines = continued_options(config, resumed, processes)
-    except ConfigError as error:
-        print(f"This run would be refused: {error}", file=sys.stderr)
-        raise SystemExit(ExitCode.USAGE) from None
+    resumed = None
+    with suppress(
+        CheckpointError
+    ):  # the report has its own line about a checkpoint that cannot be read
+        resumed = checkpoint_to_resume(config)
+    if resumed is not None:
+        try:
+            config, lines = continued_options(config, resumed, processes)
+        except (ConfigError, CheckpointError) as error:
+            print(f"This run would be refused: {error}", file=sys.stderr)
+            wrong_options = isinstance(error, ConfigError)
+            raise SystemExit(ExitCode.USAGE if wrong_options else ExitCode.CHECKPOINT) from None
     if config.checkpoint.resumes:
         lines += filter(None, [idle_sentence(without_effect(config, processes), config)])
     report = explanation(config, known_data(config), refusal_of_stored_model(config))

@@ -377,13 +377,9 @@ _OF_PARTITIONS = (
 """Options that decide which partitions of attention fit."""
 
 
-def partitions_that_fit(run: RunConfig, backend: str | None = None) -> tuple[str, ...]:
-    """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes.
-
-    Args:
-        backend: attention kernel in place of the run's.
-    """
-    backend, fitting = backend or run.training.attention_backend, []
+def partitions_that_fit(run: RunConfig) -> tuple[str, ...]:
+    """Return the values of ``--cp-partition-mode`` for which the run has kernels and fitting sizes."""
+    backend, fitting = run.training.attention_backend, []
     if backend in ("auto", *CONTIGUOUS_BACKENDS):
         # TransformerEngine's layers bring their own attention, unless a kernel is named.
         own = backend == "auto" and run.training.transformer_impl == TRANSFORMER_ENGINE

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_packed.checkpoint import load
 from megatron_packed.checkpoint.rank_agreement import Ranks
+from megatron_packed.config.exit_codes import ExitCode
 from megatron_packed.config.options import Stored
 from megatron_packed.config.parser.parse import parse, parse_or_exit
 from megatron_packed.config.run import RunConfig
@@ -114,6 +115,21 @@ def test_the_report_of_a_resumed_run_has_the_options_of_its_checkpoint(
     assert "--mamba-cp-comm-type heads" in sums
     assert "--rotary-base" in idle and NO_PARTS not in idle
     assert "pass states" not in report
+
+
+def test_the_report_of_a_run_that_a_resume_refuses_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint has no schedule, which the run requests."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = parse([*IN_PARTS.split(), "--use-checkpoint-opt_param-scheduler"], 2)
+    metadata = metadata_of(config, "heads")
+    del metadata["config"]["optim"]
+    monkeypatch.setattr(load, "newest_metadata", lambda *_, **__: metadata)
+    with pytest.raises(SystemExit) as end:
+        explain_report(replace(config, checkpoint=replace(config.checkpoint, load="run")))
+    assert end.value.code == ExitCode.CHECKPOINT
+    assert "has no schedule" in capsys.readouterr().err
 
 
 def metadata_of(config: RunConfig, mode: str) -> dict[str, Any]:
