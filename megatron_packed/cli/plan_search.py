@@ -106,8 +106,10 @@ class OtherOptions:
                     keywords=options,
                 )
                 config = self._as_resumed(parsed.config)
-                idle = without_effect(config, self._world_size)
-                self._parsed[key] = replace(parsed, config=config, idle=idle)
+                if config is not parsed.config:
+                    idle = without_effect(config, self._world_size)
+                    parsed = replace(parsed, config=config, idle=idle)
+                self._parsed[key] = parsed
             except ConfigError:
                 self._parsed[key] = None
         return self._parsed[key]

@@ -65,15 +65,15 @@ def explain_report(config: RunConfig) -> str:
     lines: list[str] = []
     processes = environment_number(os.environ, "WORLD_SIZE", 1, [])
     resumed = None
-    with suppress(
-        CheckpointError
-    ):  # the report has its own line about a checkpoint that cannot be read
+    # The report has its own line about a checkpoint that cannot be read.
+    with suppress(CheckpointError):
         resumed = checkpoint_to_resume(config)
     if resumed is not None:
         try:
             config, lines = continued_options(config, resumed, processes)
         except (ConfigError, CheckpointError) as error:
-            print(f"This run would be refused: {error}", file=sys.stderr)
+            reason = printable(str(error), 4000)
+            print(f"This run would be refused: {reason}", file=sys.stderr)
             wrong_options = isinstance(error, ConfigError)
             raise SystemExit(ExitCode.USAGE if wrong_options else ExitCode.CHECKPOINT) from None
     if config.checkpoint.resumes:
