@@ -100,6 +100,7 @@ def test_a_run_of_heads_goes_on_with_heads(data: Data, tmp_path: Path) -> None:
             never / "checkpoints" / "step_00000002", folder / "checkpoints" / "step_00000002"
         )
     said = trained(resumed, 2, options)
+    assert said.count("no effect in this run: --num-attention-heads") == 1
     assert "so that sums keep their order: --mamba-cp-comm-type heads" in said
     assert "--linear-cp-mode headwise" in said
     assert_same_state(resumed / "checkpoints", never / "checkpoints", 4)
