@@ -3,7 +3,7 @@
 import torch
 
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
-from support.op_packs import boundaries
+from support.op_packs import boundaries, norm_error
 
 ALL = ("q", "k", "v", "a", "b", "A_log", "dt_bias")
 PER_TOKEN = ALL[:5]
@@ -16,7 +16,7 @@ STRENGTHS = {
 """Arguments of `inputs`."""
 
 
-def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, device="cpu"):
+def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, common=0.0, device="cpu"):
     """Return random float64 inputs.
 
     Args:
@@ -24,6 +24,7 @@ def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, device="cpu"):
         decay: factor of A; 0.001 keeps the state for long, 50 forgets it within a token.
         beta: added to b; 8 gives a beta near 1 (2 if doubled), -8 near 0.
         spread: factor of a; with 12 the decays of neighbours differ by powers of ten.
+        common: cosine between each q or k and one direction; 0 for independent vectors.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
     generator = torch.Generator().manual_seed(0)
@@ -40,7 +41,16 @@ def inputs(tokens, sizes, *, decay=1.0, beta=0.0, spread=1.0, device="cpu"):
         "A_log": (decay * torch.linspace(0.5, 2, value_heads, dtype=torch.float64)).log(),
         "dt_bias": normal(value_heads),
     }
+    if common:
+        values |= {name: near(values["k"][:1], values[name], common) for name in ("q", "k")}
     return {name: value.to(device) for name, value in values.items()}
+
+
+def near(first, x, cosine):
+    """Return unit vectors that have this cosine with the vector ``first`` of their head."""
+    first = torch.nn.functional.normalize(first, dim=-1)
+    across = torch.nn.functional.normalize(x - (x * first).sum(-1, keepdim=True) * first, dim=-1)
+    return cosine * first + (1 - cosine**2) ** 0.5 * across
 
 
 def repeated_keys(tokens, sizes, *, device="cpu"):
@@ -64,6 +74,19 @@ def forward_backward(values, lengths, **options):
     return with_gradients(
         gated_delta_rule, values, *boundaries(lengths, values["v"].device), **options
     )
+
+
+def gradient_errors_near_one_direction(sizes, lengths, device="cpu"):
+    """Return errors of dq and dk in bf16 by name: for independent vectors, and for vectors near one direction."""
+    errors = []
+    for common in (0.0, 0.99):
+        values = inputs(sum(lengths), sizes, common=common, device=device)
+        low = cast(values, torch.bfloat16)
+        exact = {name: value.double() for name, value in low.items()}
+        want = forward_backward(exact, lengths, backend="reference")
+        got = forward_backward(low, lengths, backend="triton")
+        errors.append({name: norm_error(got[name], want[name]) for name in ("dq", "dk")})
+    return {name: tuple(error[name] for error in errors) for name in ("dq", "dk")}
 
 
 def low_precision(q, k, v, a, b, A_log, dt_bias, lengths, *, doubled=False):

@@ -76,7 +76,7 @@ def chunk_gradients(
         tables,
         in_parts,
     )
-    _add_heads(part_TNK, q_TGK, scores.rstd_2GT[0], out=out[0])
+    _add_heads(part_TNK, out=out[0])
     _launch(
         _key_kernel,
         "keys",
@@ -85,7 +85,7 @@ def chunk_gradients(
         tables,
         in_parts,
     )
-    _add_heads(part_TNK, k_TGK, scores.rstd_2GT[1], out=out[1])
+    _add_heads(part_TNK, out=out[1])
     return GateGradients(*gates_3NT)
 
 
@@ -106,7 +106,7 @@ def _launch(
     """
     (tokens, key_heads, key_dim), (_, heads, value_dim) = strided[0].shape, strided[2].shape
     tiles = tiles_of(name, strided[0].dtype, contiguous[0].dtype, value_dim)
-    kernel[(heads, tables.start_Q.shape[0])](
+    kernel[(heads * tables.start_Q.shape[0],)](
         *strided,
         *contiguous,
         *tables[:5],
@@ -121,23 +121,21 @@ def _launch(
         HEADS=heads,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
+        STAGES=tiles.stages,
         PRECISION=tiles.precision,
         IN_PARTS=in_parts,
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
     )
 
 
-def _add_heads(part_TNK: Tensor, x_TGK: Tensor, rstd_GT: Tensor, *, out: Tensor) -> None:
-    """Write the gradient of q or k, before its norm, to ``out``: the sum of the value heads' parts."""
-    tokens, key_heads, key_dim = x_TGK.shape
+def _add_heads(part_TNK: Tensor, *, out: Tensor) -> None:
+    """Write the gradient of q or k to ``out``: the sum of the parts of its value heads."""
+    tokens, key_heads, key_dim = out.shape
     _add_heads_kernel[(triton.cdiv(tokens, _SUM_TOKENS), key_heads)](
-        x_TGK,
-        out,
         part_TNK,
-        rstd_GT,
+        out,
         tokens,
-        *(stride for x in (x_TGK, out) for stride in x.stride()[:2]),
+        *out.stride()[:2],
         K=key_dim,
         BLOCK_K=key_block(key_dim),
         HEADS_PER_KEY=part_TNK.shape[1] // key_heads,
@@ -164,14 +162,20 @@ def _chunk_of(
     """
     document = tl.load(document_ptr + chunk)
     position = chunk - tl.load(first_chunk_ptr + document)
-    before = tl.where(position > 0, V, 0)
-    after = tl.where(position + 1 < tl.load(num_chunks_ptr + document), V, 0)
+    values = tl.where(position > 0, V, 0)
+    next_values = tl.where(position + 1 < tl.load(num_chunks_ptr + document), V, 0)
     start = tl.load(start_ptr + chunk).to(tl.int64)
     length = (tl.load(end_ptr + chunk) - start).to(tl.int32)
     if IN_PARTS:
-        before = tl.where(chunk == 0, V, before)
-        after = tl.where(chunk + 1 == chunks, V, after)
-    return start, length, before, after
+        values = tl.where(chunk == 0, V, values)
+        next_values = tl.where(chunk + 1 == chunks, V, next_values)
+    return start, length, values, next_values
+
+
+@triton.jit
+def _tile_at(ptr, start, stride, head, head_stride, token, channel):
+    """Return the addresses of the channels of a head, for the tokens from ``start`` on."""
+    return ptr + (start * stride + head * head_stride) + tile_of(token, stride, channel)
 
 
 # Strides are constants, so that the rows of a tile differ by constants and share one address.
@@ -207,16 +211,17 @@ def _query_kernel(
     HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
-    """Compute the part of dq of chunk i that value head n adds in program (n, i); see README.md."""
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
+    """Compute the part of dq of chunk i that value head n adds in program i * HEADS + n; see README.md."""
+    head = tl.program_id(0) % HEADS
+    chunk = tl.program_id(0) // HEADS
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
     if chunk >= chunks:
         return
-    start, length, before, _ = _chunk_of(
+    start, length, values, _ = _chunk_of(
         *(chunk, chunks, document_ptr, start_ptr, end_ptr, first_chunk_ptr, num_chunks_ptr),
         *(V, IN_PARTS),
     )
@@ -229,11 +234,10 @@ def _query_kernel(
     key_mask = mask_of(real, channel < K)
     below = token[:, None] > token[None, :]
     above = token[:, None] < token[None, :]
-    q_ptr += start * q_stride + key_head * q_head_stride
-    k_ptr += start * k_stride + key_head * k_head_stride
-    do_tile = do_ptr + (start * do_stride + head * do_head_stride)
-    do_tile += tile_of(token, do_stride, own_value)
-    u_tile = u_ptr + (start * HEADS + head) * V + tile_of(token, HEADS * V, own_value)
+    q_tile = _tile_at(q_ptr, start, q_stride, key_head, q_head_stride, token, channel)
+    k_tile = _tile_at(k_ptr, start, k_stride, key_head, k_head_stride, token, channel)
+    do_tile = _tile_at(do_ptr, start, do_stride, head, do_head_stride, token, own_value)
+    u_tile = _tile_at(u_ptr, start, HEADS * V, head, V, token, own_value)
     state_tile = states_ptr + ((start // CHUNK) * HEADS + head) * (V * K)
     state_tile += tile_of(own_value, K, channel)
     gates = HEADS * tokens.to(tl.int64)
@@ -242,31 +246,30 @@ def _query_kernel(
     scaled_q = load(rstd, real) * scale
     rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
 
-    # The state before the chunk. If q were loaded after the product, Triton would move the product to the
-    # layout of that load, for the sums along its rows. Then the kernel of k takes 0.42 ms on an H200, not 0.37.
-    q = load(q_ptr + tile_of(token, q_stride, channel), key_mask).to(dtype)
+    # If q were loaded after the products, Triton would move the products to the layout of that load, for
+    # the sums along their rows. So the kernel of k also loads k first; else it took 0.42 ms, not 0.37.
+    q = load(q_tile, key_mask).to(dtype)
     dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
-        do = load(do_tile + block, mask_of(real, block + own_value < V)).to(dtype)
-        mask = mask_of(block + own_value < before, channel < K)
+    d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        mask = mask_of(real, block + own_value < V)
+        do = load(do_tile + block, mask).to(dtype)
+        u = load(u_tile + block, mask)
+        mask = mask_of(block + own_value < values, channel < K)
         state = load(state_tile + block * K, mask)
         dq = tl.dot(do, state, dq, input_precision=PRECISION)
+        d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
+    # The state before the chunk.
     dq *= load(gate + 2 * gates, real)[:, None]
     d_reach = tl.sum(q.to(tl.float32) * dq, axis=1)
 
     # Terms between two tokens of the chunk.
-    k = load(k_ptr + tile_of(token, k_stride, channel), key_mask).to(dtype)
+    k = load(k_tile, key_mask).to(dtype)
     decay = pair_decay(load(gate, real), load(gate + gates, real))
-    d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
-        mask = mask_of(real, block + own_value < V)
-        do = load(do_tile + block, mask).to(dtype)
-        u = load(u_tile + block, mask)
-        d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
     d_qk = tl.where(above, 0.0, d_qk * decay * (scaled_q[:, None] * rstd_k[None, :]))
     dq = tl.dot(d_qk.to(dtype), k, dq, input_precision=PRECISION)
-    part_tile = part_ptr + (start * HEADS + head) * K + tile_of(token, HEADS * K, channel)
-    tl.store(part_tile, dq, mask=key_mask)
+    part_tile = _tile_at(part_ptr, start, HEADS * K, head, K, token, channel)
+    tl.store(part_tile, _across(dq, q, load(rstd, real)), mask=key_mask)
 
     pairs = tl.where(below, d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
     dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
@@ -313,16 +316,17 @@ def _key_kernel(
     HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
-    """Compute the part of dk of chunk i that value head n adds in program (n, i); see README.md."""
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
+    """Compute the part of dk of chunk i that value head n adds in program i * HEADS + n; see README.md."""
+    head = tl.program_id(0) % HEADS
+    chunk = tl.program_id(0) // HEADS
     chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
     if chunk >= chunks:
         return
-    start, length, before, after = _chunk_of(
+    start, length, values, next_values = _chunk_of(
         *(chunk, chunks, document_ptr, start_ptr, end_ptr, first_chunk_ptr, num_chunks_ptr),
         *(V, IN_PARTS),
     )
@@ -335,15 +339,12 @@ def _key_kernel(
     key_mask = mask_of(real, channel < K)
     below = token[:, None] > token[None, :]
     above = token[:, None] < token[None, :]
-    q_ptr += start * q_stride + key_head * q_head_stride
-    k_ptr += start * k_stride + key_head * k_head_stride
-    do_tile = do_ptr + (start * do_stride + head * do_head_stride)
-    do_tile += tile_of(token, do_stride, own_value)
-    v_tile = v_ptr + (start * v_stride + head * v_head_stride)
-    v_tile += tile_of(token, v_stride, own_value)
-    dv_tile = dv_ptr + (start * dv_stride + head * dv_head_stride)
-    dv_tile += tile_of(token, dv_stride, own_value)
-    u_tile = u_ptr + (start * HEADS + head) * V + tile_of(token, HEADS * V, own_value)
+    q_tile = _tile_at(q_ptr, start, q_stride, key_head, q_head_stride, token, channel)
+    k_tile = _tile_at(k_ptr, start, k_stride, key_head, k_head_stride, token, channel)
+    do_tile = _tile_at(do_ptr, start, do_stride, head, do_head_stride, token, own_value)
+    v_tile = _tile_at(v_ptr, start, v_stride, head, v_head_stride, token, own_value)
+    dv_tile = _tile_at(dv_ptr, start, dv_stride, head, dv_head_stride, token, own_value)
+    u_tile = _tile_at(u_ptr, start, HEADS * V, head, V, token, own_value)
     slot = ((start // CHUNK) * HEADS + head) * (V * K)
     state_tile = states_ptr + slot + tile_of(own_value, K, channel)
     next_tile = d_states_ptr + slot + HEADS * V * K + tile_of(own_value, K, channel)
@@ -354,19 +355,20 @@ def _key_kernel(
     scaled_q = load(rstd, real) * scale
     rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
 
-    # The state before the chunk, and how it decays to the state after the chunk.
-    k = load(k_ptr + tile_of(token, k_stride, channel), key_mask).to(dtype)
+    # The state before the chunk, and how it decays to the state after the chunk. Each sum over V loads its
+    # tiles again: the tiles and sums of one loop would not fit in the registers (0.55 ms on an H200, not 0.38).
+    k = load(k_tile, key_mask).to(dtype)
     passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
-        mask = mask_of(block + own_value < before, channel < K)
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        mask = mask_of(block + own_value < values, channel < K)
         state = load(state_tile + block * K, mask)
-        mask = mask_of(block + own_value < after, channel < K)
+        mask = mask_of(block + own_value < next_values, channel < K)
         d_next = load(next_tile + block * K, mask)
         passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
     dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
     d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
-        mask = mask_of(block + own_value < before, channel < K)
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        mask = mask_of(block + own_value < values, channel < K)
         state = load(state_tile + block * K, mask)
         mask = mask_of(real, block + own_value < V)
         dv = load(dv_tile + block, mask).to(dtype)
@@ -380,20 +382,20 @@ def _key_kernel(
     # Terms between two tokens of the chunk in the scores.
     decay = pair_decay(load(gate, real), load(gate + gates, real))
     d_qk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         mask = mask_of(real, block + own_value < V)
         do = load(do_tile + block, mask).to(dtype)
         u = load(u_tile + block, mask)
         d_qk_T = tl.dot(u, tl.trans(do), d_qk_T, input_precision=PRECISION)
     d_qk_T = tl.where(below, 0.0, d_qk_T * decay * (rstd_k[:, None] * scaled_q[None, :]))
-    q = load(q_ptr + tile_of(token, q_stride, channel), key_mask).to(dtype)
+    q = load(q_tile, key_mask).to(dtype)
     dk = tl.dot(d_qk_T.to(dtype), q, dk, input_precision=PRECISION)
 
     # Terms between two tokens in the triangular system, from both sides of the products k_i . k_j.
     decay *= -rstd_k[:, None] * rstd_k[None, :]
     d_kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     d_kk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         mask = mask_of(real, block + own_value < V)
         u = load(u_tile + block, mask)
         dv = load(dv_tile + block, mask).to(dtype)
@@ -409,33 +411,29 @@ def _key_kernel(
 
     # The state after the chunk.
     d_write = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=1):
-        mask = mask_of(block + own_value < after, channel < K)
+    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        mask = mask_of(block + own_value < next_values, channel < K)
         d_next = load(next_tile + block * K, mask)
         u = load(u_tile + block, mask_of(real, block + own_value < V))
         d_write = tl.dot(u, d_next, d_write, input_precision=PRECISION)
     d_write *= load(gate + 4 * gates, real)[:, None]
+    k = load(k_tile, key_mask).to(dtype)  # again, so that it needs no registers until here
     d_rest = tl.sum(k.to(tl.float32) * d_write, axis=1)
-    dk += d_write
-    part_tile = part_ptr + (start * HEADS + head) * K + tile_of(token, HEADS * K, channel)
-    tl.store(part_tile, dk, mask=key_mask)
+    part_tile = _tile_at(part_ptr, start, HEADS * K, head, K, token, channel)
+    tl.store(part_tile, _across(dk + d_write, k, rstd_k), mask=key_mask)
 
     dg += tl.sum(tl.where(below, d_rest[None, :], d_read[None, :]), axis=1)
     # A chunk at the end of a part passes its state on, also if it is not whole.
-    total = load(gates_ptr + row + (length - 1), after > 0)
+    total = load(gates_ptr + row + (length - 1), next_values > 0)
     dg += tl.sum(passed, axis=0) * tl.exp(total)
     tl.store(d_gates_ptr + gates + row + token, dg, mask=real)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add_heads_kernel(
-    x_ptr,
-    dx_ptr,
     part_ptr,
-    rstd_ptr,
+    dx_ptr,
     tokens,
-    x_stride,
-    x_head_stride,
     dx_stride,
     dx_head_stride,
     K: tl.constexpr,
@@ -447,18 +445,23 @@ def _add_heads_kernel(
     key_head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.arange(0, BLOCK_K)
-    real = row < tokens
-    mask = mask_of(real, channel < K)
+    mask = mask_of(row < tokens, channel < K)
     part_row = row * tl.num_programs(1) + key_head
     part_tile = part_ptr + tile_of(part_row, HEADS_PER_KEY * K, channel)
     dx = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
     for i in tl.static_range(HEADS_PER_KEY):
         dx += load_fp32(part_tile + i * K, mask)
-    # The part of the gradient along the vector is lost in the norm.
-    x = load_fp32(x_ptr + key_head * x_head_stride + tile_of(row, x_stride, channel), mask)
-    rstd = load(rstd_ptr + key_head.to(tl.int64) * tokens + row, real)
-    dx -= x * (rstd * rstd * tl.sum(x * dx, axis=1))[:, None]
     tl.store(dx_ptr + key_head * dx_head_stride + tile_of(row, dx_stride, channel), dx, mask=mask)
+
+
+@triton.jit
+def _across(gradient, vector, rstd):
+    """Return a gradient without its component along the vector, which is lost in the norm.
+
+    Each part loses its own before it is rounded. The rounding error of a large component would stay.
+    """
+    vector = vector.to(tl.float32)
+    return gradient - vector * (rstd * rstd * tl.sum(vector * gradient, axis=1))[:, None]
 
 
 @triton.jit

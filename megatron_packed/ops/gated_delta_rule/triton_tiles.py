@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     """Value channels of a program; the scores have none."""
     warps: int
     stages: int
-    """Chunks whose tiles are in shared memory at a time."""
+    """Chunks whose tiles are in shared memory at a time; blocks of value channels for gradients of q and k."""
     precision: str
     """Precision of products of fp32 tiles; it has no effect on products of bf16 tiles."""
     registers: int | None = None
@@ -39,9 +39,9 @@ TILES = {
         # With 168 registers three programs fit on a multiprocessor: 0.17 ms on an H200 instead of 0.22 ms.
         "scores": Tiles(0, 4, 1, "tf32", 168),
         "outputs": Tiles(64, 4, 2, "tf32"),
-        "states": Tiles(64, 4, 2, "tf32"),
+        "states": Tiles(128, 8, 2, "tf32"),
         "back": Tiles(64, 4, 2, "tf32"),
-        "queries": Tiles(128, 4, 1, "tf32"),
+        "queries": Tiles(64, 4, 2, "tf32"),
         "keys": Tiles(128, 4, 1, "tf32"),
     },
     (BF16, FP32): {

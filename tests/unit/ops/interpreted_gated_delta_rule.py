@@ -17,6 +17,7 @@ from support.delta_rule_cases import (
     boundaries,
     cast,
     forward_backward,
+    gradient_errors_near_one_direction,
     inputs,
     low_precision,
     repeated_keys,
@@ -86,6 +87,13 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_
     got = triton_rule(low, lengths)
     plain = with_gradients(low_precision, low, lengths)
     assert_errs_at_most_twice(got, plain, want)
+
+
+def test_vectors_near_one_direction_do_not_err_more(bfloat16_of_a_gpu):
+    """The gradient loses its component along the vector before it is rounded, not after that."""
+    errors = gradient_errors_near_one_direction((1, 2, 32, 32), [256])
+    for name, (apart, near) in errors.items():
+        assert near < 1.7 * apart, (name, near, apart)
 
 
 def test_repeated_keys_with_a_doubled_beta_keep_their_precision(bfloat16_of_a_gpu):

@@ -353,7 +353,7 @@ DELTA_RULE_STACK = {
     "_forward_kernel": 160,
     "_backward_kernel": 128,
     "_query_kernel": 0,
-    "_key_kernel": 704,
+    "_key_kernel": 592,
 }
 PARTS_STACK = {
     **DELTA_RULE_STACK,
