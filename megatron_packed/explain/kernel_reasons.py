@@ -64,6 +64,7 @@ LABELS = {
     "activation": "activation",
     "dense_mlp": "dense MLP",
     "residual_projection": "residual product",
+    "lora_expand": "adapters",
     "cross_entropy": "loss",
     "adamw": "optimizer",
 }

@@ -28,6 +28,7 @@ class Backends:
     permute: str = "auto"
     grouped_mlp: str = "auto"
     router_logits: str = "auto"
+    lora_expand: str = "auto"
     cross_entropy: str = "auto"
     deterministic: bool = False
     """True selects the run-to-run deterministic variant of kernels that offer one."""
@@ -66,4 +67,5 @@ class Backends:
             if field.name not in ("deterministic", "transformer_impl")
         )
         values: dict[str, Any] = dict.fromkeys(ops, "reference")
-        return cls(**values | {"dense_mlp": "torch", "residual_projection": "torch"})
+        products = ("dense_mlp", "residual_projection", "lora_expand")
+        return cls(**values | dict.fromkeys(products, "torch"))

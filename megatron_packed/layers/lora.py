@@ -27,7 +27,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -36,6 +35,7 @@ from megatron_packed.distributed.differentiable import Group
 from megatron_packed.distributed.tensor_parallel_shards import Shard
 from megatron_packed.layers.build import Build
 from megatron_packed.layers.linear import accumulate_weight_grad, bias_grad, main_grad_of
+from megatron_packed.ops.lora_expand.api import lora_expand
 
 
 def is_adapter(name: str) -> bool:
@@ -72,6 +72,7 @@ class Lora(nn.Module):
     ) -> None:
         super().__init__()
         self.shared = shared
+        self.backend = build.backends.lora_expand
         self.matrices = matrices
         self.A = build.new_parameter(matrices * shared.rank, inputs)
         self.B = build.new_parameter(matrix_O.shape[0], shared.rank)
@@ -151,7 +152,8 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.lora = lora
         ctx.drops = dropped_TI is not None
         ctx.main_grads = main_grad_of(A_PI), main_grad_of(B_Or), main_grad_of(bias_O)
-        return _added_product(F.linear(low_TP, lora.spread(B_Or), bias_O), x_TI, weight_OI.t())
+        y_TO = lora_expand(low_TP, lora.spread(B_Or), bias_O, backend=lora.backend)
+        return _added_product(y_TO, x_TI, weight_OI.t())
 
     @staticmethod
     @once_differentiable
@@ -163,9 +165,11 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_TI = dropped_grad_TI = None
         if ctx.drops:
             grad_TI = grad_TO @ weight_OI if needs_x else None
-            dropped_grad_TI = low_grad_TP @ A_PI if needs_dropped else None
+            if needs_dropped:
+                dropped_grad_TI = lora_expand(low_grad_TP, A_PI.t(), backend=lora.backend)
         elif needs_x:
-            grad_TI = _added_product(low_grad_TP @ A_PI, grad_TO, weight_OI)
+            of_low_TI = lora_expand(low_grad_TP, A_PI.t(), backend=lora.backend)
+            grad_TI = _added_product(of_low_TI, grad_TO, weight_OI)
         of_A, of_B, of_bias = ctx.main_grads
         A_grad = B_grad = None
         if ctx.needs_input_grad[4]:

@@ -300,6 +300,16 @@ def expert_gradients(experts):
     op.add_weight_gradient(torch.zeros(experts, 2688, 1856), *rows, torch.zeros(experts).int())
 
 
+def test_the_second_product_of_adapters_compiles_and_fits(compiled, tmp_path):
+    op = import_module(OPS + "lora_expand.triton_kernel")
+    low = torch.zeros(100, 16, dtype=torch.bfloat16)
+    op.run(low, torch.zeros(300, 16, dtype=torch.bfloat16), None)
+    op.run(low, torch.zeros(16, 300, dtype=torch.bfloat16).t(), torch.zeros(300).bfloat16())
+    assert len(compiled) == 2
+    assert_sound_products(compiled)
+    assert_stacks(compiled, {"_expand_kernel": 0}, tmp_path)
+
+
 @pytest.mark.parametrize("launches, experts", [(router, 16), (router, 160), (expert_gradients, 3)])
 def test_products_of_experts_compile_and_fit(launches, experts, compiled, tmp_path):
     launches(experts)
