@@ -242,7 +242,7 @@ def test_many_additions_in_bf16_are_a_warning():
 
 
 def test_the_block_is_short_and_names_come_in_order():
-    config = config_of("GM*-E")
+    config = config_of("GM*-E", ("--lora-rank", "2"))
     names = kernel_names(config, chosen_kernels(config, CPU))
     on_gpus = (LABELS["dense_mlp"], LABELS["residual_projection"])
     listed = [x for x in dict.fromkeys(LABELS.values()) if x not in on_gpus]
