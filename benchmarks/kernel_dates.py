@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "layouts": HYBRID,
     "layouts_2_hybrid1b_moe": WITH_EXPERTS,
     "layouts_4_hybrid1b_moe": WITH_EXPERTS,
+    "lora_expand": ("lora_expand",),
     "metadata_sync": HYBRID,
     "model_step": HYBRID,
     "offload": HYBRID,

@@ -42,6 +42,7 @@ import graph_step
 import harness
 import kernel_dates
 import layouts
+import lora_expand
 import memory_peaks
 import metadata_sync
 import offload
@@ -313,6 +314,7 @@ TABLES = {
     ),
     "expert_gradients": Table("expert_gradients.py", "expert_gradients", expert_gradients.rows_of),
     "gradient_sums": Table("gradient_sums.py", "gradient_sums", gradient_sums.rows_of),
+    "lora_expand": Table("lora_expand.py", "lora_expand", lora_expand.rows_of),
     "optimizer_step": Table("optimizer_step.py", "optimizer_step", optimizer_step.rows_of),
     "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
     **{name: Table("real_sizes.py", name, real_sizes.rows_of) for name in real_sizes.RESULTS},

@@ -4,7 +4,7 @@ import torch
 
 from megatron_packed.ops.lora_expand.api import lora_expand
 
-SHAPES = [(1, 16, 1), (64, 16, 128), (65, 8, 129), (200, 32, 300), (7, 1, 40), (3, 24, 500)]
+SHAPES = [(1, 16, 1), (128, 16, 128), (129, 8, 129), (200, 32, 300), (7, 1, 40), (3, 24, 500)]
 """T, P and O: tiles that are full, not full, and of one element."""
 
 
@@ -29,3 +29,7 @@ def check_of_kernel(tokens, columns, outputs, device):
             rows = slice(tokens // 2 if device == "cuda" else tokens // 128 * 64, None)
             alone_TO = lora_expand(low_TP[rows], weight_OP, bias, backend="triton")
             assert torch.equal(alone_TO, y_TO[rows])
+            broken_TP = low_TP.clone()
+            broken_TP[0, 0] = torch.nan
+            broken_TO = lora_expand(broken_TP, weight_OP, bias, backend="triton")
+            assert broken_TO[0].isnan().all() and torch.equal(broken_TO[1:], y_TO[1:])

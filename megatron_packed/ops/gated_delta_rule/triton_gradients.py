@@ -247,7 +247,7 @@ def _query_kernel(
     rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
 
     # If q were loaded after the products, Triton would move the products to the layout of that load, for
-    # the sums along their rows. So the kernel of k also loads k first; else it took 0.42 ms, not 0.37.
+    # the sums along their rows. So the kernel of k also loads k first; else it took 14 % longer on an H200.
     q = load(q_tile, key_mask).to(dtype)
     dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
     d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)

@@ -40,12 +40,24 @@ def lora_expand(
     Args:
         low_TP: ``(T, P)``, contiguous.
         weight_OP: ``(O, P)`` in the same dtype, with any strides.
-        bias_O: ``(O,)`` in the same dtype.
+        bias_O: ``(O,)`` in the same dtype, contiguous.
     Returns:
         ``(T, O)`` contiguous, in the same dtype.
     Raises:
+        ValueError: shapes, dtypes or strides do not fit.
         NoBackendError: the requested backend does not support these inputs.
     """
+    outputs, bias = weight_OP.shape[0], () if bias_O is None else (bias_O,)
+    if weight_OP.shape != (outputs, low_TP.shape[1]) or any(x.shape != (outputs,) for x in bias):
+        raise ValueError(
+            f"lora_expand: shapes {[list(x.shape) for x in (low_TP, weight_OP, *bias)]} must be (T, P), (O, P), (O,)."
+        )
+    if any(not x.is_contiguous() for x in (low_TP, *bias)):
+        raise ValueError("lora_expand: the first factor and the bias must be contiguous.")
+    if any(x.dtype != low_TP.dtype for x in (weight_OP, *bias)):
+        raise ValueError(
+            f"lora_expand: dtypes {[x.dtype for x in (low_TP, weight_OP, *bias)]} must be the same."
+        )
     inputs = LoraExpandInputs(
         columns=low_TP.shape[1], dtype=low_TP.dtype, device_type=low_TP.device.type
     )

@@ -15,6 +15,7 @@ QUICK = {
     "gated_delta_rule": "",
     "generation": "--hidden-size 128 --batches 2",
     "gradient_sums": "",
+    "lora_expand": "",
     "metadata_sync": "wide",
     "packed_vs_padded": "hybrid1b_docs",
     "ssd": "",

@@ -4,21 +4,32 @@ import pytest
 import torch
 
 from megatron_packed.ops.backend_dispatch import NoBackendError
+from megatron_packed.ops.lora_expand import triton_kernel
 from megatron_packed.ops.lora_expand.api import OP, LoraExpandInputs, lora_expand
 
 
-@pytest.mark.parametrize(
-    ("columns", "dtype", "reasons"),
-    [
-        (16, torch.bfloat16, 0),
-        (32, torch.bfloat16, 0),
-        (33, torch.bfloat16, 1),
-        (16, torch.float32, 1),
-    ],
-)
-def test_the_kernel_serves_few_columns_in_bf16(columns, dtype, reasons):
-    inputs = LoraExpandInputs(columns=columns, dtype=dtype, device_type="cuda")
-    assert len(OP.explain(inputs)["triton"]) == reasons
+def test_the_kernel_serves_bf16_and_leaves_many_columns_to_pytorch():
+    def explained(columns, dtype):
+        inputs = LoraExpandInputs(columns=columns, dtype=dtype, device_type="cuda")
+        return OP.explain(inputs)["triton"], triton_kernel.remark(inputs)
+
+    assert explained(32, torch.bfloat16) == ([], "")
+    assert explained(33, torch.bfloat16) == ([], ", PyTorch's product for 33 columns")
+    [reason], _ = explained(16, torch.float32)
+    assert "must be bfloat16" in reason
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    low_TP, weight_OP = torch.zeros(3, 2), torch.zeros(5, 2)
+    for arguments in (
+        (low_TP, weight_OP[:, :1]),
+        (low_TP, weight_OP, torch.zeros(4)),
+        (low_TP, weight_OP, torch.zeros(10)[::2]),
+        (low_TP.t().contiguous().t(), weight_OP),
+        (low_TP, weight_OP.bfloat16()),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            lora_expand(*arguments)
 
 
 def test_a_cpu_runs_pytorch_and_refuses_the_kernel():
