@@ -28,10 +28,12 @@ LARGEST_ERROR = 3e-2
 
 The gradients of decays of a gated delta net are small differences of large terms. If weights change by
 at most half a unit in the last place of bf16, these gradients move by more than a third, also in float32.
-With activations in bf16, too, they differ by up to 1.3 from float32 (`A_log` with a window of 100, on a CPU).
+One process in bf16, whose activations are rounded, too, errs by 0.32 of such a gradient on an H200.
 """
+LESS_THAN_NOTHING = 0.9
+"""Largest difference in any case; a gradient that is missing differs by 1."""
 DRAWS = 8
-"""Number of models with such changes of the weights, in float32 and in bf16."""
+"""Number of float32 models with such changes of the weights."""
 CHANGED = 3
 """Number of the document whose tokens change."""
 
@@ -157,7 +159,7 @@ def test_two_gpus_pass_the_states_of_gated_delta_nets(comm_type: str) -> None:
 def compare_with_one(*arguments: Any, **changes: Any) -> None:
     """Compare losses and gradients of two ranks with those of one process."""
     expected = train(None, *arguments, **changes)
-    moves = largest_moves(arguments[1], changes)
+    errs, moves = rounding_effects(expected, arguments[1], changes)
     ranks = run_distributed(
         train_rank, 2, arguments, changes, backend="nccl", layout={"cp_size": 2}, timeout=300
     )
@@ -166,34 +168,39 @@ def compare_with_one(*arguments: Any, **changes: Any) -> None:
         assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-2)
         for name, move in moves.items():
             apart = difference(found[name], expected[name])
-            assert apart <= max(LARGEST_ERROR, 2 * move), f"{name}: {apart:.1e}, moves {move:.1e}"
+            allowed = max(LARGEST_ERROR, 2 * move, min(2 * errs[name], LESS_THAN_NOTHING))
+            text = f"{name}: {apart:.1e}, moves {move:.1e}, one process errs {errs[name]:.1e}"
+            assert apart <= allowed, text
 
 
-def largest_moves(pattern: str, changes: dict[str, Any]) -> dict[str, float]:
-    """Return how far rounding moves each gradient of a model in float32, in one process.
+def rounding_effects(
+    found: dict[str, Tensor], pattern: str, changes: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the error of each gradient ``found`` in bf16, and how far rounded weights move it.
 
-    Weights are rounded, and in half of the draws activations, too.
+    Both are relative to the gradients in float32, of one process.
     """
     config = ModelConfig(hybrid_layer_pattern=pattern, **gpu_layouts.LAYERS | changes)
-    models = [
+    in_bf16, model = (
         HybridModel(config, dtype=dtype, backends={}, **SIZES).train()
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    weights = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    weights = {name: p.detach().float() for name, p in in_bf16.named_parameters()}
     generator = torch.Generator(device="cuda").manual_seed(0)
 
-    def gradients(model: HybridModel, most: float) -> dict[str, Tensor]:
-        """Return the gradients for weights that are changed by at most ``most`` of themselves."""
+    def gradients(most: float) -> dict[str, Tensor]:
+        """Return the gradients for weights that change by at most ``most`` of themselves."""
         for name, parameter in model.named_parameters():
             change = torch.rand(parameter.shape, generator=generator, device="cuda") - 0.5
-            parameter.data = (weights[name] * (1 + 2 * most * change)).to(parameter.dtype)
+            parameter.data = weights[name] * (1 + 2 * most * change)
         model.zero_grad()
         model(pack(1)).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    exact = gradients(models[0], 0.0)
-    moved = [gradients(model, 2**-9) for model in models for _ in range(DRAWS)]
-    return {name: max(difference(one[name], exact[name]) for one in moved) for name in exact}
+    exact = gradients(0.0)
+    moved = [gradients(2**-9) for _ in range(DRAWS)]
+    errs = {name: difference(found[name], exact[name]) for name in exact}
+    return errs, {name: max(difference(one[name], exact[name]) for one in moved) for name in exact}
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
