@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_packed.config.run import RunConfig
 from megatron_packed.distributed.groups import ParallelGroups
 from megatron_packed.distributed.rng import seed_all
 from megatron_packed.distributed.tensor_parallel_shards import Shard, shard_of
@@ -94,6 +95,15 @@ class Case(NamedTuple):
     def packs(self) -> int:
         return PACKS * max(self.way.dp_size, self.replicas)
 
+    @property
+    def config(self) -> RunConfig:
+        config = config_of(self.way, **LORA, **dict(self.model))
+        changes = {
+            name: dataclasses.replace(getattr(config, name), **dict(values))
+            for name, values in self.options
+        }
+        return dataclasses.replace(config, **changes)
+
 
 CASES = {
     "TP2": Case(Way(2, 2)),
@@ -127,12 +137,7 @@ CASES = {
 
 def train(groups: ParallelGroups, case: Case) -> tuple[list[list[float]], list[Shards], list[str]]:
     """Return losses and gradient norms, the state after each step, and the trained parameters."""
-    config = config_of(case.way, **LORA, **dict(case.model))
-    changes = {
-        name: dataclasses.replace(getattr(config, name), **dict(values))
-        for name, values in case.options
-    }
-    job = build_job(dataclasses.replace(config, **changes), groups, VOCAB)
+    job = build_job(case.config, groups, VOCAB)
     bias = {name: each.clone() for name, each in job.model.named_buffers() if "expert_bias" in name}
     numbers, states = [], []
     for step in range(STEPS):
@@ -152,6 +157,7 @@ def alone(options: Options, model: tuple[tuple[str, Any], ...], replicas: int) -
     return torch.tensor(numbers), [assembled([state]) for state in states], trained
 
 
+@pytest.mark.shows("eager", of=lambda name: (CASES[name].way.world_size, CASES[name].config))
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_in_one_process(name: str, pools: WorkerPools) -> None:
     case = CASES[name]

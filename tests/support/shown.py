@@ -77,8 +77,12 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent experts": ("E", {"moe_latent_size": 32}),
     "gated delta net": ("G", {"hybrid_layer_pattern": "M*-EG"}),
     "MTP": ("/", {"hybrid_layer_pattern": "M*-E/*"}),
+    "adapters": ("", {"lora_rank": 8}),
 }
-"""Rows for parts of models, each with its symbol in the pattern and the options of a model with it."""
+"""Rows for parts of models, each with its symbol in the pattern and the options of a model with it.
+
+Any pattern has the empty symbol.
+"""
 ROWS = {**AXES, **MODES, **{row: options for row, (_, options) in LAYERS.items()}}
 COLUMNS: dict[str, dict[str, Any]] = {
     "eager": {},
