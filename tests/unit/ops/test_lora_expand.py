@@ -36,5 +36,9 @@ def test_a_cpu_runs_pytorch_and_refuses_the_kernel():
     low_TP, weight_OP, bias_O = (torch.randn(*shape).double() for shape in ((3, 2), (5, 2), (5,)))
     y_TO = lora_expand(low_TP, weight_OP, bias_O)
     torch.testing.assert_close(y_TO, low_TP @ weight_OP.t() + bias_O)
+    broken_TP = low_TP.clone()
+    broken_TP[1] = torch.nan
+    assert torch.equal(lora_expand(broken_TP, weight_OP, bias_O)[[0, 2]], y_TO[[0, 2]])
+    torch.testing.assert_close(lora_expand(low_TP[2:], weight_OP, bias_O), y_TO[2:])
     with pytest.raises(NoBackendError, match="needs a CUDA device"):
         lora_expand(low_TP.bfloat16(), weight_OP.bfloat16(), backend="triton")
