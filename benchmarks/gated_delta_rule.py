@@ -31,7 +31,7 @@ import harness
 from harness import Spread
 from megatron_packed.ops.backend_dispatch import NoBackendError
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
-from megatron_packed.ops.gated_delta_rule.tables import build_tables
+from megatron_packed.ops.gated_delta_rule.tables import build_tables, segment_tokens
 from workloads import device_from, lognormal_lengths
 
 NAMES = ("o", "dq", "dk", "dv", "da", "db", "dA_log", "ddt_bias")
@@ -86,7 +86,8 @@ def call_of(
     offsets = pad(offsets, (0, max(capacity - len(lengths), 0)), value=tokens).to(device)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seq_idx_1T = documents.int()[None].to(device)
-    tables = build_tables(offsets, tokens)
+    segment = segment_tokens(tensors[2].shape[1])
+    tables = build_tables(offsets, tokens, segment=segment)
     options = {"tables": tables, "backend": backend, "allow_neg_eigval": doubled}
     return lambda: gated_delta_rule(*tensors, seq_idx_1T, offsets, **options)
 

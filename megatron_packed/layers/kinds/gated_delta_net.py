@@ -29,7 +29,11 @@ from megatron_packed.layers.parameters import no_weight_decay, ones
 from megatron_packed.layers.recurrent_mixer import RECURRENT_FILLS, HeadInputs, RecurrentMixer
 from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
 from megatron_packed.ops.gated_delta_rule.step import final_states, update_next
-from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
+from megatron_packed.ops.gated_delta_rule.tables import (
+    DeltaRuleTables,
+    build_tables,
+    segment_tokens,
+)
 from megatron_packed.ops.gated_rms_norm.api import gated_rms_norm
 from megatron_packed.packed.params import PackedSeqParams
 
@@ -208,22 +212,28 @@ class DocumentChunks(NamedTuple):
         return self.delta_rule
 
 
-def _chunks(packed: PackedSeqParams) -> DocumentChunks:
-    return DocumentChunks(build_tables(packed.cu_seqlens, packed.total_tokens))
+def _chunks(packed: PackedSeqParams, *, segment: int) -> DocumentChunks:
+    return DocumentChunks(build_tables(packed.cu_seqlens, packed.total_tokens, segment=segment))
 
 
-def _chunks_of_part(packed: PackedSeqParams, *, rank: int, size: int) -> DocumentChunks:
+def _chunks_of_part(
+    packed: PackedSeqParams, *, rank: int, size: int, segment: int
+) -> DocumentChunks:
     from megatron_packed.layers.state_passing import offsets_of_part
 
     offsets = offsets_of_part(packed, rank, size)
-    return DocumentChunks(build_tables(offsets, packed.total_tokens // size))
+    tokens = packed.total_tokens // size
+    return DocumentChunks(build_tables(offsets, tokens, segment=segment, of_part=True))
 
 
 def _tables(config: GatedDeltaNetOptions, build: Build) -> TableBuilder:
     """Return the builder of the chunks of all slots, or of this rank's part if it passes states."""
     if KIND.symbol not in build.cp.state_passing:
-        return _chunks
-    return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size)
+        # Ranks that pass no states share the heads.
+        heads = config.linear_num_value_heads // (build.tp.size * build.cp.size)
+        return partial(_chunks, segment=segment_tokens(heads))
+    segment = segment_tokens(config.linear_num_value_heads // build.tp.size)
+    return partial(_chunks_of_part, rank=build.cp.rank, size=build.cp.size, segment=segment)
 
 
 def _small_sizes(config: GatedDeltaNetOptions, ranks: RankCounts) -> dict[str, object]:

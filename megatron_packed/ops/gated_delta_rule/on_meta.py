@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megatron_packed.memory_purpose import Purpose
 from megatron_packed.ops.gated_delta_rule.precision import tile_dtype
-from megatron_packed.ops.gated_delta_rule.tables import CHUNK
+from megatron_packed.ops.gated_delta_rule.tables import CHUNK, segment_tokens
 from megatron_packed.ops.on_meta import Memory, of_shape, workspace
 
 if TYPE_CHECKING:
+    from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables
     from megatron_packed.ops.parts_of_pack import PartOfPack
 
 
@@ -22,6 +23,7 @@ def run(
     v_TNV: Tensor,
     *tensors: Tensor,
     allow_neg_eigval: bool,
+    tables: DeltaRuleTables | None = None,
     part: PartOfPack | None = None,
     **options: Any,
 ) -> Tensor:
@@ -34,23 +36,27 @@ def run(
         return workspace(slots, heads, rows, key_dim, dtype=dtype, purpose=Purpose.STATES)
 
     parts = 0 if part is None else part.parts  # messages of all parts travel
-    messages = states(parts, value_dim + key_dim)
-    at_border = states(min(parts, 1), value_dim)
+    message, messages = (states(count, value_dim + key_dim) for count in (min(parts, 1), parts))
+    joints = max(tokens - 1, 0) // segment_tokens(heads) + min(parts, 1)
+    if tables is not None:
+        joints = tables.joints_5J.shape[1]
+    at_joints = states(joints, value_dim)
     written = workspace(*v_TNV.shape, dtype=dtype)
     memory = Memory(
         saved=[
             workspace(2, key_heads, tokens),  # inverse norms of q and k
             workspace(5, heads, tokens),  # decays and beta
             workspace(2, heads, tokens, CHUNK, dtype=dtype),  # scores and inverse of each chunk
-            at_border,  # the state that enters the part
-            states(min(parts, 1), key_dim),  # the matrix of the own message
+            at_joints,
+            states(joints, key_dim),  # the matrices of the walks before the joints
+            message,
         ],
         forward=[messages],
         backward=[
             states(slots, value_dim, dtype),
             states(slots + min(parts, 1), value_dim, dtype),  # gradients of the states
             messages,
-            at_border,  # the gradient of the state after the part
+            at_joints,  # gradients of the states
             # What tokens write, and the exact gradient of v.
             *[written] * (1 if dtype == v_TNV.dtype else 2),
             workspace(3, heads, tokens),  # gradients of the gates

@@ -5,7 +5,10 @@ shorter. So a chunk has tokens of one document only, and the chunks of a documen
 its place in the pack. All shapes depend only on the number of tokens and the number of documents, and
 the host reads nothing back, so a CUDA graph can capture the computation.
 
-Letters: T tokens, D documents of ``cu_seqlens`` (with the tail and empty ones), Q chunks.
+The states pass along walks. A walk is a document, or a segment of a long one. Joints are the places where
+two walks of a document meet. The two ends of a part of a pack are one more joint, number 0.
+
+Letters: T tokens, D documents of ``cu_seqlens`` (with the tail and empty ones), Q chunks, W walks, J joints.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ CHUNK = 64
 
 
 class DeltaRuleTables(NamedTuple):
-    """Chunks in the order of the pack, then empty chunks up to the fixed number Q.
+    """Chunks in the order of the pack, then empty chunks up to the fixed number Q; and all walks.
 
     Example:
         Documents of 65, 0 and 3 tokens: Q is (68 + 3 * 63) // 64 = 4. The chunks are 0..64, 64..65,
-        65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2],
-        ``num_chunks_D`` is [2, 0, 1], ``longest_first_D`` is [0, 2, 1] and ``occupied_1`` is [2].
+        65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2] and
+        ``num_chunks_D`` is [2, 0, 1]. The walks are 0..65, 65..68 and the empty 68..68. With segments of
+        64 tokens, there would be the walks 0..64, 65..68, 64..65 and 68..68, and joint 0 would be between
+        the first and the third, with [0, 64, 64, 65, 0] in ``joints_5J``.
     """
 
     document_Q: Tensor
@@ -38,10 +43,18 @@ class DeltaRuleTables(NamedTuple):
     """``(D,)`` int32: first chunk of each document; of an empty one, that of the next document."""
     num_chunks_D: Tensor
     """``(D,)`` int32: number of chunks of each document; 0 for an empty document."""
-    longest_first_D: Tensor
-    """``(D,)`` int32: documents in descending order of their chunks, equal ones in their order."""
-    occupied_1: Tensor
-    """``(1,)`` int32: number of documents that have tokens."""
+    walks_4W: Tensor
+    """``(4, W)`` int32: walks in descending order of their lengths, equal ones in the order of the pack.
+
+    The first token, the token after the last one, the joint at the first token and the joint after the
+    last token; -1 if there is no joint.
+    """
+    counts_2: Tensor
+    """``(2,)`` int32: number of walks that have tokens, and number of joints."""
+    joints_5J: Tensor
+    """``(5, J)`` int32: first token and token after the last one of the walk before each joint, the same of
+    the walk after it, and 1 if the first of them begins at a joint, else 0.
+    """
 
 
 def max_chunks(tokens: int, documents: int) -> int:
@@ -49,31 +62,95 @@ def max_chunks(tokens: int, documents: int) -> int:
     return (tokens + documents * (CHUNK - 1)) // CHUNK
 
 
-def build_tables(cu_seqlens: Tensor, tokens: int) -> DeltaRuleTables:
+def segment_tokens(value_heads: int) -> int:
+    """Return the tokens of a segment, with which one long document keeps a GPU busy.
+
+    A walk is a sequence of dependent products, and the walks of all heads run at the same time. With fewer
+    heads shorter segments pay for the product of each joint. Measured on an H200 with 4, 16 and 32 heads.
+    """
+    return CHUNK * max(value_heads, 8)
+
+
+def build_tables(
+    cu_seqlens: Tensor, tokens: int, *, segment: int | None = None, of_part: bool = False
+) -> DeltaRuleTables:
     """Build the tables of a pack.
 
     Args:
         cu_seqlens: ``(D + 1,)`` int32, first 0, last ``tokens``; documents may be empty.
         tokens: number of tokens of the pack, T.
+        segment: tokens of a walk that is not the last one of its document, a multiple of 64; None for
+            one walk per document.
+        of_part: the tokens are a part of a pack.
     """
     documents = cu_seqlens.shape[0] - 1
+    chunks = _pieces(cu_seqlens, tokens, CHUNK, max_chunks(tokens, documents))
+    return DeltaRuleTables(*chunks, *_walks(cu_seqlens, tokens, segment or max(tokens, 1), of_part))
+
+
+class _Pieces(NamedTuple):
+    """Documents cut into pieces from their own first token, in the order of the pack; P pieces."""
+
+    document_P: Tensor
+    start_P: Tensor
+    end_P: Tensor
+    first_piece_D: Tensor
+    num_pieces_D: Tensor
+
+
+def _pieces(cu_seqlens: Tensor, tokens: int, length: int, most: int) -> _Pieces:
+    """Cut each document into pieces of ``length`` tokens; empty pieces follow up to the number ``most``."""
     starts_D = cu_seqlens[:-1]
-    num_chunks_D = (cu_seqlens[1:] - starts_D + (CHUNK - 1)) // CHUNK
-    ends_D = num_chunks_D.cumsum(0, dtype=torch.int32)
-    first_chunk_D = ends_D - num_chunks_D
-    chunk_Q = torch.arange(
-        max_chunks(tokens, documents), dtype=torch.int32, device=cu_seqlens.device
-    )
-    # A chunk belongs to the first document whose last chunk is not before it. The spare chunks get the
+    num_pieces_D = (cu_seqlens[1:] - starts_D + (length - 1)) // length
+    ends_D = num_pieces_D.cumsum(0, dtype=torch.int32)
+    first_piece_D = ends_D - num_pieces_D
+    piece_P = torch.arange(most, dtype=torch.int32, device=cu_seqlens.device)
+    # A piece belongs to the first document whose last piece is not before it. The spare pieces get the
     # number of the last document and no tokens.
-    document_Q = torch.searchsorted(ends_D, chunk_Q, right=True, out_int32=True)
-    document_Q = document_Q.clamp_max(documents - 1)
-    # A spare chunk would start at or after the end of the last document, which is T.
-    start_Q = starts_D[document_Q] + (chunk_Q - first_chunk_D[document_Q]) * CHUNK
-    start_Q = start_Q.clamp_max(tokens)
-    end_Q = torch.minimum(start_Q + CHUNK, cu_seqlens[1:][document_Q])
-    longest_first_D = num_chunks_D.argsort(descending=True, stable=True).int()
-    occupied_1 = num_chunks_D.sign().sum(0, keepdim=True, dtype=torch.int32)
-    return DeltaRuleTables(
-        document_Q, start_Q, end_Q, first_chunk_D, num_chunks_D, longest_first_D, occupied_1
-    )
+    document_P = torch.searchsorted(ends_D, piece_P, right=True, out_int32=True)
+    document_P = document_P.clamp_max(starts_D.shape[0] - 1)
+    # A spare piece would start at or after the end of the last document, which is T.
+    start_P = starts_D[document_P] + (piece_P - first_piece_D[document_P]) * length
+    start_P = start_P.clamp_max(tokens)
+    end_P = torch.minimum(start_P + length, cu_seqlens[1:][document_P])
+    return _Pieces(document_P, start_P, end_P, first_piece_D, num_pieces_D)
+
+
+def _walks(
+    cu_seqlens: Tensor, tokens: int, segment: int, of_part: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last three tables."""
+    joints, borders = max(tokens - 1, 0) // segment, int(of_part)
+    pieces = _pieces(cu_seqlens, tokens, segment, cu_seqlens.shape[0] - 1 + joints)
+    document_W, start_W, end_W = pieces[:3]
+    begins_W = (start_W < end_W) & (start_W > cu_seqlens[:-1][document_W])
+    ends_W = end_W < cu_seqlens[1:][document_W]
+    joints_W = begins_W.cumsum(0, dtype=torch.int32)
+    num_joints_1 = joints_W[-1:] + borders
+    number_J = torch.arange(1, joints + 1, dtype=torch.int32, device=cu_seqlens.device)
+    walk_J = torch.searchsorted(joints_W, number_J, out_int32=True).clamp_max(len(start_W) - 1)
+    before_J, after_J = walk_J - 1, walk_J
+    before_W = torch.where(begins_W, joints_W - 1 + borders, -1)
+    # The joint after a walk is the next one that a walk begins at.
+    after_W = torch.where(ends_W, joints_W + borders, -1)
+    if of_part:
+        is_first_W = (start_W < end_W) & (start_W == 0)
+        is_last_W = (start_W < end_W) & (end_W == tokens)
+        before_W, begins_W = before_W.masked_fill(is_first_W, 0), begins_W | is_first_W
+        after_W = after_W.masked_fill(is_last_W, 0)
+        before_J = torch.cat([is_last_W.int().argmax(0, keepdim=True).int(), before_J])
+        after_J = torch.cat([is_first_W.int().argmax(0, keepdim=True).int(), after_J])
+    walks_of_J = (start_W[before_J], end_W[before_J], start_W[after_J], end_W[after_J])
+    joints_5J = torch.stack([*walks_of_J, begins_W[before_J].int()])
+    return (*_longest_first(start_W, end_W, before_W, after_W, num_joints_1), joints_5J)
+
+
+def _longest_first(
+    start_W: Tensor, end_W: Tensor, before_W: Tensor, after_W: Tensor, joints_1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the walks in order, and the number of those that have tokens beside that of the joints."""
+    length_W = end_W - start_W
+    order_W = length_W.argsort(descending=True, stable=True)
+    walks_4W = torch.stack([start_W, end_W, before_W, after_W])[:, order_W]
+    occupied_1 = length_W.sign().sum(0, keepdim=True, dtype=torch.int32)
+    return walks_4W, torch.cat([occupied_1, joints_1])

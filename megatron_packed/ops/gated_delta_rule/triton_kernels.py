@@ -25,15 +25,23 @@ from torch.autograd.function import once_differentiable
 from megatron_packed.config.environment_variables import RIGHT_PTXAS
 from megatron_packed.ops.column_slices import GradientSlot, gradient_like, gradient_slot
 from megatron_packed.ops.gated_delta_rule.api import GatedDeltaRuleInputs
-from megatron_packed.ops.gated_delta_rule.passed_states import begins_inside, state_from_parts
+from megatron_packed.ops.gated_delta_rule.passed_states import (
+    StateSizes,
+    begins_inside,
+    state_from_parts,
+)
 from megatron_packed.ops.gated_delta_rule.precision import remark as remark
-from megatron_packed.ops.gated_delta_rule.tables import DeltaRuleTables, build_tables
+from megatron_packed.ops.gated_delta_rule.tables import (
+    DeltaRuleTables,
+    build_tables,
+    segment_tokens,
+)
 from megatron_packed.ops.gated_delta_rule.triton_gates import gate_gradients
 from megatron_packed.ops.gated_delta_rule.triton_gradients import BackwardTensors, chunk_gradients
-from megatron_packed.ops.gated_delta_rule.triton_parts import (
-    message_back,
-    message_of_part,
-    sizes_of,
+from megatron_packed.ops.gated_delta_rule.triton_joints import (
+    entering_gradients,
+    leaving_states,
+    pass_on,
 )
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores, chunk_scores
 from megatron_packed.ops.gated_delta_rule.triton_states import (
@@ -106,11 +114,13 @@ def run(
     The kernels send the messages of a part themselves and ignore ``gather``.
     """
     if tables is None:
-        tables = build_tables(cu_seqlens, v_TNV.shape[0])
+        tokens, heads, _ = v_TNV.shape
+        segment = segment_tokens(heads)
+        tables = build_tables(cu_seqlens, tokens, segment=segment, of_part=part is not None)
     inputs = (q_TGK, k_TGK, v_TNV, a_TN, b_TN)
     slots = tuple(gradient_slot(x) for x in inputs)
     inside_1 = None if part is None else begins_inside(seq_idx_1T, part)
-    constants = (cu_seqlens, inside_1, tables, allow_neg_eigval, slots, part)
+    constants = (inside_1, tables, allow_neg_eigval, slots, part)
     o_TNV: Tensor = _DeltaRule.apply(*map(adjacent, inputs), A_log_N, dt_bias_N, *constants)
     return o_TNV
 
@@ -118,9 +128,9 @@ def run(
 class _DeltaRule(torch.autograd.Function):
     """Gated delta rule; backward recomputes the states.
 
-    For a part of a pack it also saves the state that enters the part, and the matrix of its message.
-    Forward sends the state that the part reaches from zeros, and backward the gradient of the state that
-    enters it in the same way.
+    If there can be joints, it also saves the states there, and the matrices of the walks before them.
+    A part of a pack sends the state that its last document reaches from zeros, and in backward the
+    gradient of the state that enters it in the same way.
     """
 
     @staticmethod
@@ -133,7 +143,6 @@ class _DeltaRule(torch.autograd.Function):
         b_TN: Tensor,
         A_log_N: Tensor,
         dt_bias_N: Tensor,
-        cu_seqlens: Tensor,
         inside_1: Tensor | None,
         tables: DeltaRuleTables,
         allow_neg_eigval: bool,
@@ -146,19 +155,24 @@ class _DeltaRule(torch.autograd.Function):
         A_log_N, dt_bias_N = A_log_N.contiguous(), dt_bias_N.contiguous()
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
         scores = chunk_scores(q_TGK, k_TGK, *gates, tables, allow_neg_eigval=allow_neg_eigval)
-        entering_NVK = map_NKK = message = None
-        if part is not None:
-            assert inside_1 is not None
-            sizes = sizes_of(k_TGK, v_TNV)
-            sent_1X = message_of_part(k_TGK, v_TNV, scores, cu_seqlens, tables, inside_1)
-            message = part.start(sent_1X)
-            map_NKK = sent_1X.view(sizes.heads, sizes.rows, -1)[:, sizes.value_dim :].contiguous()
-            # The first part has nothing to wait for.
-            received_kX = message.wait() if part.number > 0 else sent_1X[:0]
-            entering_NVK = state_from_parts(received_kX, sizes).masked_fill_(~inside_1, 0)
-        of_part = (inside_1, entering_NVK, map_NKK)
-        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, cu_seqlens, *of_part, *scores, *tables)
-        o_TNV = outputs(q_TGK, k_TGK, v_TNV, scores, cu_seqlens, tables, entering_NVK)
+        sizes = StateSizes(v_TNV.shape[1], k_TGK.shape[2], v_TNV.shape[2])
+        entering_JNVK = maps_JNKK = own_NRK = message = None
+        if tables.joints_5J.shape[1]:
+            leaving_JNRK = leaving_states(k_TGK, v_TNV, scores, tables, inside_1)
+            entering_JNVK, maps_JNKK = leaving_JNRK.split([sizes.value_dim, sizes.key_dim], dim=2)
+            at_joints = (entering_JNVK, maps_JNKK, tables, k_TGK.dtype, scores.matrices_2NTC.dtype)
+            if part is not None:
+                assert inside_1 is not None
+                own_NRK = torch.empty_like(leaving_JNRK[0])
+                pass_on(*at_joints, of_part=True, message_NRK=own_NRK)
+                message = part.start(own_NRK.view(1, -1))
+                # The first part has nothing to wait for.
+                received_kX = message.wait() if part.number > 0 else own_NRK.view(1, -1)[:0]
+                entering_JNVK[0] = state_from_parts(received_kX, sizes).masked_fill_(~inside_1, 0)
+            pass_on(*at_joints, of_part=part is not None)
+        of_joints = (inside_1, entering_JNVK, maps_JNKK, own_NRK)
+        ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, *of_joints, *scores, *tables)
+        o_TNV = outputs(q_TGK, k_TGK, v_TNV, scores, tables, entering_JNVK)
         if message is not None:
             message.wait()
         return o_TNV
@@ -166,35 +180,43 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_TNV: Tensor) -> tuple[Tensor | None, ...]:
-        q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N, cu_seqlens = ctx.saved_tensors[:8]
+        q_TGK, k_TGK, v_TNV, a_TN, b_TN, A_log_N, dt_bias_N = ctx.saved_tensors[:7]
         gates = (a_TN, b_TN, A_log_N, dt_bias_N)
-        inside_1, entering_NVK, map_NKK = ctx.saved_tensors[8:11]
+        inside_1, entering_JNVK, maps_JNKK, own_NRK = ctx.saved_tensors[7:11]
         scores = ChunkScores(*ctx.saved_tensors[11:14])
         tables = DeltaRuleTables(*ctx.saved_tensors[14:])
         do_TNV, part = adjacent(do_TNV), ctx.part
         dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN = map(
             gradient_like, (q_TGK, k_TGK, v_TNV, a_TN, b_TN), ctx.slots
         )
-        message = sent_1X = d_leaving_NVK = None
-        if part is not None:
-            of_part = (inside_1, map_NKK)
-            sent_1X = message_back(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables, *of_part)
-            message = part.start(sent_1X, back=True)
+        sizes = StateSizes(v_TNV.shape[1], k_TGK.shape[2], v_TNV.shape[2])
+        d_leaving_JNVK = message = None
+        if entering_JNVK is not None:
+            d_leaving_JNVK = entering_JNVK.new_empty(entering_JNVK.shape)
+            walks = (q_TGK, k_TGK, do_TNV, scores, tables, inside_1)
+            entering_gradients(*walks, out=d_leaving_JNVK)
+            at_joints = (d_leaving_JNVK, maps_JNKK, tables, k_TGK.dtype, scores.matrices_2NTC.dtype)
+            if part is not None:
+                # The message has the matrix of the forward message, and another state.
+                sent_NRK = own_NRK.clone()
+                pass_on(*at_joints, back=True, of_part=True, message_NRK=sent_NRK)
+                message = part.start(sent_NRK.view(1, -1), back=True)
         # The states are computed while the message is on its way.
-        states_SNVK, u_TNV = states_and_writes(
-            k_TGK, v_TNV, scores, cu_seqlens, tables, entering_NVK
-        )
-        if message is not None and sent_1X is not None:
-            received_kX = message.wait() if part.number < part.parts - 1 else sent_1X[:0]
-            d_leaving_NVK = state_from_parts(received_kX, sizes_of(k_TGK, v_TNV), reverse=True)
+        states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, tables, entering_JNVK)
+        if d_leaving_JNVK is not None:
+            if message is not None:
+                is_last = part.number == part.parts - 1
+                received_kX = sent_NRK.view(1, -1)[:0] if is_last else message.wait()
+                d_leaving_JNVK[0] = state_from_parts(received_kX, sizes, reverse=True)
+            pass_on(*at_joints, back=True, of_part=part is not None)
         # Other kernels read the gradient of v, so it must be as exact as their tiles.
         exact_dv_TNV = dv_TNV
         if u_TNV.dtype != dv_TNV.dtype:
             exact_dv_TNV = torch.empty_like(u_TNV)
         d_states_SNVK = gradients_of_states(
-            *(q_TGK, k_TGK, do_TNV, scores, cu_seqlens, tables),
+            *(q_TGK, k_TGK, do_TNV, scores, tables, d_leaving_JNVK),
             out=exact_dv_TNV,
-            d_leaving_NVK=d_leaving_NVK,
+            of_part=part is not None,
         )
         if exact_dv_TNV is not dv_TNV:
             dv_TNV.copy_(exact_dv_TNV)
@@ -215,4 +237,4 @@ class _DeltaRule(torch.autograd.Function):
         if message is not None:
             message.wait()
         d_inputs = (dq_TGK, dk_TGK, dv_TNV, da_TN, db_TN)
-        return (*d_inputs, *d_parameters, *[None] * 6)
+        return (*d_inputs, *d_parameters, *[None] * 5)

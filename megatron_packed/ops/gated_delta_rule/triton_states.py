@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Triton kernels of the second stage: the state from chunk to chunk, forward and backward.
 
-A program computes the chunks of a document one after another, for one value head and one block of
-value channels. It holds the transposed state, (V, K), in registers in fp32. In this orientation each
+A program computes the chunks of a walk one after another, for one value head and one block of value
+channels. It holds the transposed state, (V, K), in registers in fp32. In this orientation each
 product's left operand is a value in registers or a loaded tile, and its right operand is a loaded
 tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompile products with such an
 operand on Hopper.
 
-A document that is cut between parts of a pack (`passed_states`) starts from the state that enters the part,
-and its gradient from that of the state after the part. Without these tensors the compiled code has no such steps.
+A walk that begins at a joint starts from the state there, and its gradient from that of the state at the
+joint after it (`triton_parts`). Without joints the compiled code has no such steps.
 
 The states are stored by position. A chunk that a state enters starts at least 64 tokens after each
 earlier such chunk. So ``start // 64`` is a different slot for each, and ``T / 64`` slots suffice for any
 number of documents.
 
-Letters: T tokens, N value heads, K key head dimension, V value head dimension, S slots of states.
+Letters: T tokens, N value heads, K key head dimension, V value head dimension, S slots of states, J joints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_packed.ops.gated_delta_rule.triton_tiles import key_block, tiles_o
 from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 _MOST_PROGRAMS = 1024
-"""Programs of a launch, which share the documents; each head and block of channels has at least 16."""
+"""Programs of a launch, which share the walks; each head and block of channels has at least 16."""
 
 
 def outputs(
@@ -40,18 +40,18 @@ def outputs(
     k_TGK: Tensor,
     v_TNV: Tensor,
     scores: ChunkScores,
-    cu_seqlens: Tensor,
     tables: DeltaRuleTables,
-    entering_NVK: Tensor | None = None,
+    entering_JNVK: Tensor | None,
 ) -> Tensor:
     """Return o of each token, ``(T, N, V)`` contiguous.
 
     Args:
-        entering_NVK: transposed state of the first document before its first token; None for zeros.
+        entering_JNVK: transposed state at each joint where a walk begins; None without joints.
     """
     o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device)
-    strided, others = (q_TGK, k_TGK, v_TNV), (o_TNV, o_TNV, entering_NVK)
-    _launch(_forward_kernel, "outputs", strided, scores, cu_seqlens, tables, others, OUTPUTS=True)
+    strided, others = (q_TGK, k_TGK, v_TNV), (o_TNV, o_TNV)
+    constants = {"OUTPUTS": True}
+    _launch(_forward_kernel, "outputs", strided, scores, tables, others, entering_JNVK, **constants)
     return o_TNV
 
 
@@ -59,22 +59,22 @@ def states_and_writes(
     k_TGK: Tensor,
     v_TNV: Tensor,
     scores: ChunkScores,
-    cu_seqlens: Tensor,
     tables: DeltaRuleTables,
-    entering_NVK: Tensor | None = None,
+    entering_JNVK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the state at the start of each chunk, and what each token adds along its key.
 
     Args:
-        entering_NVK: as for `outputs`.
+        entering_JNVK: as for `outputs`.
     Returns:
         ``(S, N, V, K)``, the transposed state at the start of the chunk of each slot; unwritten for
         slots without a chunk. ``(T, N, V)``, the vector u_t of ``S <- S + k_t u_t^T``.
     """
     states_SNVK = new_states(k_TGK, v_TNV, scores.matrices_2NTC.dtype)
     u_TNV = torch.empty(v_TNV.shape, dtype=states_SNVK.dtype, device=v_TNV.device)
-    strided, others = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK, entering_NVK)
-    _launch(_forward_kernel, "states", strided, scores, cu_seqlens, tables, others, OUTPUTS=False)
+    strided, others = (k_TGK, k_TGK, v_TNV), (u_TNV, states_SNVK)
+    constants = {"OUTPUTS": False}
+    _launch(_forward_kernel, "states", strided, scores, tables, others, entering_JNVK, **constants)
     return states_SNVK, u_TNV
 
 
@@ -83,27 +83,29 @@ def gradients_of_states(
     k_TGK: Tensor,
     do_TNV: Tensor,
     scores: ChunkScores,
-    cu_seqlens: Tensor,
     tables: DeltaRuleTables,
+    d_leaving_JNVK: Tensor | None,
     *,
     out: Tensor,
-    d_leaving_NVK: Tensor | None = None,
+    of_part: bool,
 ) -> Tensor:
     """Write the gradient of v to ``out``, and return the gradients of the states.
 
     Args:
+        d_leaving_JNVK: gradient of the transposed state at each joint where a walk ends; None without
+            joints.
         out: ``(T, N, V)`` with stride 1 in the last dimension.
-        d_leaving_NVK: gradient of the transposed state of the last document after its last token; None
-            for zeros.
+        of_part: the tokens are a part of a pack.
     Returns:
         ``(S, N, V, K)``, the gradient of the transposed state at the start of the chunk of each slot;
-        unwritten for slots without a chunk. With ``d_leaving_NVK`` there is one more slot, for the state
-        after the last token.
+        unwritten for slots without a chunk. A part has one more slot, for the state after its last
+        token.
     """
-    more = 0 if d_leaving_NVK is None else 1
-    d_states_SNVK = new_states(k_TGK, do_TNV, scores.matrices_2NTC.dtype, more=more)
-    strided, others = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK, d_leaving_NVK)
-    _launch(_backward_kernel, "back", strided, scores, cu_seqlens, tables, others)
+    dtype = scores.matrices_2NTC.dtype
+    d_states_SNVK = new_states(k_TGK, do_TNV, dtype, more=1 if of_part else 0)
+    strided, others = (q_TGK, k_TGK, do_TNV, out), (d_states_SNVK,)
+    constants = {"OF_PART": of_part}
+    _launch(_backward_kernel, "back", strided, scores, tables, others, d_leaving_JNVK, **constants)
     return d_states_SNVK
 
 
@@ -119,31 +121,35 @@ def _launch(
     name: str,
     strided: tuple[Tensor, ...],
     scores: ChunkScores,
-    cu_seqlens: Tensor,
     tables: DeltaRuleTables,
-    others: tuple[Tensor | None, ...],
+    others: tuple[Tensor, ...],
+    at_joints_JNVK: Tensor | None,
     **constants: bool,
 ) -> None:
-    """Launch a kernel over all documents, value heads and blocks of value channels.
+    """Launch a kernel over all walks, value heads and blocks of value channels.
 
     Args:
         strided: (T, heads, channels) of q, k, a tensor of the value heads, and others; the kernel
             gets their strides, too.
-        others: contiguous results, and states that are given.
+        others: contiguous results.
+        at_joints_JNVK: states or gradients that the walks start from; contiguous in the last two dimensions.
     """
     (_, key_heads, key_dim), (tokens, heads, value_dim) = strided[1].shape, strided[2].shape
     tiles = tiles_of(name, strided[1].dtype, scores.matrices_2NTC.dtype, value_dim)
     blocks = heads * triton.cdiv(value_dim, tiles.values)
-    kernel[(blocks, _document_programs(blocks, cu_seqlens.shape[0] - 1))](
+    walks = tables.walks_4W.shape[1]
+    kernel[(blocks, _walk_programs(blocks, walks))](
         *strided,
         scores.gates_5NT,
         scores.matrices_2NTC,
-        cu_seqlens,
-        tables.longest_first_D,
-        tables.occupied_1,
+        tables.walks_4W,
+        tables.counts_2,
         *others,
+        at_joints_JNVK,
         tokens,
+        walks,
         *(stride for x in strided for stride in x.stride()[:2]),
+        JOINT_STRIDE=0 if at_joints_JNVK is None else at_joints_JNVK.stride(1),
         K=key_dim,
         V=value_dim,
         BLOCK_K=key_block(key_dim),
@@ -158,31 +164,55 @@ def _launch(
     )
 
 
-def _document_programs(blocks: int, documents: int) -> int:
+def _walk_programs(blocks: int, walks: int) -> int:
     """Return the number of programs per head and block of channels."""
-    return min(documents, max(-(-_MOST_PROGRAMS // blocks), 16))
+    return min(walks, max(-(-_MOST_PROGRAMS // blocks), 16))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def chunk_factors(ptr, gates, token, real):
+    """Return the factors of q, of k as it reads and of k as it writes, for the tokens of a chunk.
+
+    They are loaded as one tile of 256 numbers. Of a vector of 64 numbers each warp would load a copy,
+    with an address for each number.
+    """
+    tile = load(ptr + token[:, None] + (1 + tl.arange(0, 4))[None, :] * gates, real[:, None])
+    first, second = tl.split(tl.reshape(tile, (token.shape[0], 2, 2)))
+    _, of_read_k = tl.split(first)
+    of_q, of_written_k = tl.split(second)
+    return of_q, of_read_k, of_written_k
+
+
+@triton.jit
+def walk_at(walks_ptr, walks, i):
+    """Return a walk's first token and length, and the joints at its start and its end or -1."""
+    first = tl.load(walks_ptr + i).to(tl.int64)
+    length = (tl.load(walks_ptr + walks + i) - first).to(tl.int32)
+    before = tl.load(walks_ptr + 2 * walks + i)
+    return first, length, before, tl.load(walks_ptr + 3 * walks + i)
+
+
+@triton.jit(do_not_specialize=["tokens", "walks"])
 def _forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     gates_ptr,
     scores_ptr,
-    cu_seqlens_ptr,
-    order_ptr,
-    occupied_ptr,
+    walks_ptr,
+    counts_ptr,
     out_ptr,
     states_ptr,
     entering_ptr,
     tokens,
+    walks,
     q_stride,
     q_head_stride,
     k_stride,
     k_head_stride,
     v_stride,
     v_head_stride,
+    JOINT_STRIDE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -194,10 +224,9 @@ def _forward_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Walk through documents i, i + programs, ... of the order in program (n * blocks + block, i).
+    """Walk through walks i, i + programs, ... of the order in program (n * blocks + block, i).
 
-    With OUTPUTS the kernel stores o, else the states at the starts of chunks and u. A state that enters
-    belongs to the document at the first token.
+    With OUTPUTS the kernel stores o, else the states at the starts of chunks and u.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
@@ -213,14 +242,17 @@ def _forward_kernel(
     q_tile = tile_of(token, q_stride, channel)
     v_tile = token[None, :] * v_stride + value[:, None]
     out_tile = token[None, :] * (HEADS * V) + value[:, None]
-    for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
-        document = tl.load(order_ptr + i)
-        first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
-        length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
+    for i in tl.range(tl.program_id(1), tl.load(counts_ptr), tl.num_programs(1), num_stages=1):
+        first, length, before, _ = walk_at(walks_ptr, walks, i)
         state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
-        if entering_ptr is not None:
-            mask = mask_of(value < tl.where(first == 0, V, 0), channel < K)
-            state = load(entering_ptr + head * (V * K) + state_tile, mask)
+        if entering_ptr is not None:  # noqa: SIM102
+            if before >= 0:
+                joint = before.to(tl.int64) * HEADS + head
+                mask = mask_of(value < V, channel < K)
+                state = load(entering_ptr + joint * JOINT_STRIDE + state_tile, mask)
+                if not OUTPUTS:
+                    slot = (first // CHUNK) * HEADS + head
+                    tl.store(states_ptr + slot * (V * K) + state_tile, state, mask=mask)
         for chunk in tl.range((length + CHUNK - 1) // CHUNK, num_stages=STAGES):
             # Each tile has a scalar base and 32-bit offsets, which take few registers.
             start = first + chunk * CHUNK
@@ -239,10 +271,7 @@ def _forward_kernel(
             low = state.to(dtype)
             if not OUTPUTS:
                 slot = (start // CHUNK) * HEADS + head
-                entered = chunk > 0
-                if entering_ptr is not None:
-                    entered = (chunk > 0) | (first == 0)
-                mask = mask_of(value < tl.where(entered, V, 0), channel < K)
+                mask = mask_of(value < tl.where(chunk > 0, V, 0), channel < K)
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             factor = load(gates_ptr + 3 * gates + row + token, real)
@@ -264,7 +293,8 @@ def _forward_kernel(
             state = tl.dot(u.to(dtype), k, state, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+# Strides are constants, so that the rows of a tile differ by constants and share one address.
+@triton.jit(do_not_specialize=["tokens", "walks"])
 def _backward_kernel(
     q_ptr,
     k_ptr,
@@ -272,34 +302,33 @@ def _backward_kernel(
     dv_ptr,
     gates_ptr,
     scores_ptr,
-    cu_seqlens_ptr,
-    order_ptr,
-    occupied_ptr,
+    walks_ptr,
+    counts_ptr,
     d_states_ptr,
     d_leaving_ptr,
     tokens,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    do_stride,
-    do_head_stride,
-    dv_stride,
-    dv_head_stride,
+    walks,
+    q_stride: tl.constexpr,
+    q_head_stride: tl.constexpr,
+    k_stride: tl.constexpr,
+    k_head_stride: tl.constexpr,
+    do_stride: tl.constexpr,
+    do_head_stride: tl.constexpr,
+    dv_stride: tl.constexpr,
+    dv_head_stride: tl.constexpr,
+    JOINT_STRIDE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
+    OF_PART: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Walk backward through the documents of `_forward_kernel`, from the last chunk to the first.
-
-    A gradient of the state that leaves belongs to the document at the last token.
-    """
+    """Walk backward through the walks of `_forward_kernel`, from the last chunk to the first."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     key_head = head // HEADS_PER_KEY
@@ -314,16 +343,17 @@ def _backward_kernel(
     q_tile = tile_of(token, q_stride, channel)
     do_tile = token[None, :] * do_stride + value[:, None]
     dv_tile = token[None, :] * dv_stride + value[:, None]
-    for i in tl.range(tl.program_id(1), tl.load(occupied_ptr), tl.num_programs(1), num_stages=1):
-        document = tl.load(order_ptr + i)
-        first = tl.load(cu_seqlens_ptr + document).to(tl.int64)
-        length = (tl.load(cu_seqlens_ptr + document + 1) - first).to(tl.int32)
+    for i in tl.range(tl.program_id(1), tl.load(counts_ptr), tl.num_programs(1), num_stages=1):
+        first, length, _, after = walk_at(walks_ptr, walks, i)
         d_state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
-        if d_leaving_ptr is not None:
-            leaves = first + length == tokens
-            mask = mask_of(value < tl.where(leaves, V, 0), channel < K)
-            d_state = load(d_leaving_ptr + head * (V * K) + state_tile, mask)
         chunks = (length + CHUNK - 1) // CHUNK
+        if d_leaving_ptr is not None:  # noqa: SIM102
+            if after >= 0:
+                joint = after.to(tl.int64) * HEADS + head
+                mask = mask_of(value < V, channel < K)
+                d_state = load(d_leaving_ptr + joint * JOINT_STRIDE + state_tile, mask)
+                slot = (first // CHUNK + chunks) * HEADS + head
+                tl.store(d_states_ptr + slot * (V * K) + state_tile, d_state, mask=mask)
         for done in tl.range(chunks, num_stages=STAGES):
             chunk = chunks - 1 - done
             start = first + chunk * CHUNK
@@ -345,13 +375,11 @@ def _backward_kernel(
             # The gradient at the end of this chunk belongs to the start of the next chunk.
             low = d_state.to(dtype)
             slot = (start // CHUNK + 1) * HEADS + head
-            passed = done > 0
-            if d_leaving_ptr is not None:
+            if OF_PART:
                 # The last chunk of a part passes its state on, also if it is not whole.
-                passed = passed | leaves
                 whole = tl.minimum(length - chunk * CHUNK, CHUNK)
                 total = tl.load(gates_ptr + row + whole - 1)
-            mask = mask_of(value < tl.where(passed, V, 0), channel < K)
+            mask = mask_of(value < tl.where(done > 0, V, 0), channel < K)
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
             du *= load(gates_ptr + 4 * gates + row + token, real)[None, :]

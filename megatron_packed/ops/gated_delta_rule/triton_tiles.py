@@ -43,6 +43,7 @@ TILES = {
         "back": Tiles(64, 4, 2, "tf32"),
         "queries": Tiles(64, 4, 2, "tf32"),
         "keys": Tiles(128, 4, 1, "tf32"),
+        "joints": Tiles(16, 4, 2, "tf32"),
     },
     (BF16, FP32): {
         "scores": Tiles(0, 4, 1, _THREE_PARTS),
@@ -51,6 +52,7 @@ TILES = {
         "back": Tiles(64, 4, 1, _THREE_PARTS),
         "queries": Tiles(64, 4, 1, _TWO_PARTS),
         "keys": Tiles(64, 4, 1, _TWO_PARTS),
+        "joints": Tiles(16, 4, 1, _THREE_PARTS),
     },
     (FP32, FP32): {
         "scores": Tiles(0, 4, 1, "tf32x3"),
@@ -59,6 +61,7 @@ TILES = {
         "back": Tiles(16, 4, 1, "tf32x3"),
         "queries": Tiles(16, 4, 1, "tf32x3"),
         "keys": Tiles(16, 4, 1, "tf32x3"),
+        "joints": Tiles(16, 4, 1, "tf32x3"),
     },
 }
 """Sizes of each kernel by the dtypes of inputs and of tiles. They are constants, so equal inputs give

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.gated_delta_rule import triton_states, triton_tiles
+from megatron_packed.ops.gated_delta_rule import triton_kernels, triton_states, triton_tiles
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables
 from support.delta_rule_cases import (
@@ -69,7 +69,7 @@ def test_sizes_of_heads_and_documents(sizes, lengths):
 
 
 def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkeypatch):
-    monkeypatch.setattr(triton_states, "_document_programs", lambda blocks, documents: 3)
+    monkeypatch.setattr(triton_states, "_walk_programs", lambda blocks, walks: 3)
     monkeypatch.setattr(triton_tiles, "_SPARE_PROGRAMS", 1)
     lengths = [1, 2, 0, 66, 1, 3, 1, 5]
     values = inputs(sum(lengths), (1, 2, 16, 16))
@@ -77,10 +77,60 @@ def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkey
     check(triton_rule(cast(values, torch.float32), lengths), want)
 
 
+@pytest.fixture
+def segments(monkeypatch):
+    """Return a function that sets the tokens of a segment."""
+    return lambda tokens: monkeypatch.setattr(triton_kernels, "segment_tokens", lambda _: tokens)
+
+
+KEPT = {"decay": 0.01, "beta": -2.0}
+"""Arguments of `inputs` with which a state lasts over several segments."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "tokens"),
+    [
+        (SIZES, [193, 0, 1, 130], 64),
+        ((2, 4, 16, 16), [5, 256], 128),
+        ((1, 1, 20, 33), [64, 128, 65], 64),
+    ],
+    ids=str,
+)
+def test_segments_of_long_documents_are_the_recurrence(sizes, lengths, tokens, segments):
+    """Documents of one token, of whole segments and of one token more; beta is doubled once."""
+    segments(tokens)
+    values, options = inputs(sum(lengths), sizes, **KEPT), {"allow_neg_eigval": sizes == SIZES}
+    want = forward_backward(values, lengths, backend="recurrence", **options)
+    check(triton_rule(cast(values, torch.float32), lengths, **options), want)
+
+
+@pytest.mark.parametrize("mutation", ["nothing passed", "passed from other documents"])
+def test_wrong_states_at_joints_are_seen(mutation, segments, monkeypatch):
+    segments(64)
+    sound, lengths = triton_kernels.pass_on, [130, 66]
+
+    def wrong(states_JNVK, maps_JNKK, tables, *x, **options):
+        if mutation == "nothing passed":
+            states_JNVK.zero_()
+            return
+        joints_5J = tables.joints_5J.clone()
+        joints_5J[4] = 1
+        maps_JNKK = torch.ones_like(maps_JNKK)
+        sound(states_JNVK, maps_JNKK, tables._replace(joints_5J=joints_5J), *x, **options)
+
+    values = inputs(sum(lengths), (1, 2, 16, 16), **KEPT)
+    want = forward_backward(values, lengths, backend="recurrence")
+    monkeypatch.setattr(triton_kernels, "pass_on", wrong)
+    got = triton_rule(cast(values, torch.float32), lengths)
+    for name in ("o", "dv"):
+        assert relative_error(got[name], want[name]) > 1e-2, name
+
+
 @pytest.mark.parametrize("strength", STRENGTHS.values(), ids=STRENGTHS.keys())
-def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_gpu):
-    """Compare both with the recurrence of the rounded inputs in float64."""
-    lengths = [64, 65, 1]
+def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(strength, bfloat16_of_a_gpu, segments):
+    """Compare both with the recurrence of the rounded inputs in float64; two documents have two segments."""
+    segments(64)
+    lengths = [66, 65, 1]
     low = cast(inputs(sum(lengths), (1, 2, 32, 32), **strength), torch.bfloat16)
     exact = {name: value.double() for name, value in low.items()}
     want = forward_backward(exact, lengths, backend="recurrence")
@@ -109,14 +159,18 @@ def test_repeated_keys_with_a_doubled_beta_keep_their_precision(bfloat16_of_a_gp
         assert error <= 2 * bound, (name, error, bound)
 
 
-def test_documents_do_not_touch_each_other_by_a_bit():
-    lengths = [66, 5, 64]
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_documents_do_not_touch_each_other_by_a_bit(tokens, segments):
+    segments(tokens)
+    lengths = [66, 5, 67]
     values = cast(inputs(sum(lengths), (1, 2, 16, 16)), torch.float32)
     run = partial(triton_rule, lengths=lengths)
     assert not leaks_of_tokens(run, values, PER_TOKEN, lengths, [0, 1])
 
 
-def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity():
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity(tokens, segments):
+    segments(tokens)
     document = cast(inputs(67, (1, 2, 16, 16)), torch.float32)
     alone = triton_rule(document, [67])
     before, after = 35, 3
@@ -142,15 +196,16 @@ def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity():
         assert torch.equal(one, other)
 
 
-def test_values_that_are_not_finite_stay_in_their_document():
-    lengths = [66, 30, 5]
-    values = cast(inputs(101, (1, 2, 12, 20)), torch.float32)
+def test_values_that_are_not_finite_stay_in_their_document(segments):
+    segments(64)
+    lengths = [66, 70, 65]
+    values = cast(inputs(201, (1, 2, 12, 20)), torch.float32)
     values["v"][70] = torch.inf
     values["k"][80] = torch.nan
     results = triton_rule(values, lengths)
     for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
-        assert results[name][:66].isfinite().all() and results[name][96:].isfinite().all(), name
-        assert not results[name][66:96].isfinite().all(), name
+        assert results[name][:66].isfinite().all() and results[name][136:].isfinite().all(), name
+        assert not results[name][66:136].isfinite().all(), name
 
 
 def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
@@ -174,7 +229,7 @@ def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
     assert parameters[0].grad is None and torch.equal(parameters[1].grad, want["ddt_bias"])
 
 
-def test_inputs_and_results_of_the_first_kernel_are_saved_for_backward():
+def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_backward():
     tokens, heads = 70, 2
     values = cast(inputs(tokens, (1, heads, 16, 16)), torch.float32)
     saved = {}
@@ -184,13 +239,15 @@ def test_inputs_and_results_of_the_first_kernel_are_saved_for_backward():
         return x
 
     metadata = boundaries([tokens])
-    tables = build_tables(metadata[1], tokens)
+    tables = build_tables(metadata[1], tokens, segment=64)
     tensors = [values[name].requires_grad_() for name in ALL]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         gated_delta_rule(*tensors, *metadata, tables=tables, backend="triton")
-    known = {x.data_ptr() for x in (*tensors, metadata[1], *tables)}
+    known = {x.data_ptr() for x in (*tensors, *tables)}
     assert known <= set(saved)
     assert sorted(shape for address, shape in saved.items() if address not in known) == [
+        (1, heads, 16, 16),
+        (1, heads, 16, 16),
         (2, 1, tokens),
         (2, heads, tokens, CHUNK),
         (5, heads, tokens),

@@ -60,8 +60,25 @@ def test_bfloat16_errs_at_most_twice_as_much_as_pytorch(bfloat16_of_a_gpu):
     assert_errs_at_most_twice(in_parts(low, lengths, 2), plain, want)
 
 
-def test_documents_that_are_not_cut_keep_their_bits():
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [([260], 2), ([70, 1, 189], 2), ([5, 195, 100], 3), ([128, 64, 68], 2)],
+    ids=str,
+)
+def test_segments_in_parts_are_the_recurrence_of_the_pack(lengths, parts, monkeypatch):
+    """Parts have several segments of a document that begins before them, inside them, or ends after them."""
+    monkeypatch.setattr(triton_kernels, "segment_tokens", lambda _: 64)
+    values = inputs(sum(lengths), (1, 2, 16, 16), **KEPT)
+    want = forward_backward(values, lengths, backend="recurrence")
+    got = in_parts(cast(values, torch.float32), lengths, parts)
+    found = {name: relative_error(got[name], want[name]) for name in want}
+    assert all(error < 1e-5 for error in found.values()), found
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_documents_that_are_not_cut_keep_their_bits(tokens, monkeypatch):
     """Two parts of 80 tokens have the bits of the complete pack, except for the cut document."""
+    monkeypatch.setattr(triton_kernels, "segment_tokens", lambda _: tokens)
     lengths = [66, 30, 3, 61]
     values = cast(inputs(160, (1, 2, 16, 16), **KEPT), torch.float32)
     whole = forward_backward(values, lengths, backend="triton")
@@ -124,9 +141,7 @@ def test_a_missing_step_is_seen(monkeypatch, mutation):
         monkeypatch.setattr(
             triton_kernels,
             "gradients_of_states",
-            lambda *x, d_leaving_NVK, **y: triton_states.gradients_of_states(
-                *x, d_leaving_NVK=0 * d_leaving_NVK, **y
-            ),
+            lambda *x, **y: triton_states.gradients_of_states(*x[:-1], 0 * x[-1], **y),
         )
     else:
         monkeypatch.setattr(triton_kernels, "state_from_parts", without)

@@ -247,10 +247,62 @@ def test_chunks_start_again_at_each_document(lengths):
     tables = build_tables(cu_seqlens, tokens)
     assert list(zip(*(x.tolist() for x in tables[:3]))) == chunks
     assert (tables.first_chunk_D.tolist(), tables.num_chunks_D.tolist()) == (first, count)
-    order = sorted(range(len(lengths)), key=lambda document: -count[document])
-    assert tables.longest_first_D.tolist() == order
-    assert tables.occupied_1.tolist() == [sum(length > 0 for length in lengths)]
     assert {x.dtype for x in tables} == {torch.int32}
+
+
+def walks_of(lengths, segment):
+    """Return the walks of a pack and their joints, ``(start, end, joint before, joint after)``."""
+    walks, joints, offset = [], 0, 0
+    for length in lengths:
+        starts = range(offset, offset + length, segment or max(length, 1))
+        for start in starts:
+            before, after = (-1 if start == edge else joints for edge in (offset, starts[-1]))
+            before -= start != offset
+            joints += start != starts[-1]
+            walks.append((start, min(start + starts.step, offset + length), before, after))
+        offset += length
+    return sorted(walks, key=lambda walk: walk[0] - walk[1]), joints
+
+
+@pytest.mark.parametrize("segment", [None, 64, 128])
+@pytest.mark.parametrize(
+    "lengths", [*PACKS.values(), [0, 0, 5, 0], [128], [129, 65, 1, 300], [1] * 9], ids=str
+)
+def test_walks_and_the_joints_between_them(lengths, segment):
+    tables = build_tables(boundaries(lengths)[1], sum(lengths), segment=segment)
+    walks, joints = walks_of(lengths, segment)
+    found = list(zip(*tables.walks_4W.tolist()))
+    assert found[: len(walks)] == walks
+    assert all(
+        start == end and before == after == -1 for start, end, before, after in found[len(walks) :]
+    )
+    assert tables.counts_2.tolist() == [len(walks), joints]
+    for joint in range(joints):
+        before, after = (next(x for x in walks if x[i] == joint) for i in (3, 2))
+        begins = int(before[2] >= 0)
+        assert tables.joints_5J[:, joint].tolist() == [*before[:2], *after[:2], begins]
+
+
+@pytest.mark.parametrize("lengths", [[130, 5], [0, 5, 130, 0], [135], [5, 64, 66]], ids=str)
+def test_the_ends_of_a_part_are_the_joint_with_number_0(lengths):
+    tokens = sum(lengths)
+    tables = build_tables(boundaries(lengths)[1], tokens, segment=64, of_part=True)
+    walks, joints = walks_of(lengths, 64)
+    # Numbers of other joints follow those of the ends.
+    shifted = [
+        (
+            *(start, end),
+            0 if start == 0 else before + (before >= 0),
+            0 if end == tokens else after + (after >= 0),
+        )
+        for start, end, before, after in walks
+    ]
+    found = list(zip(*tables.walks_4W.tolist()))[: len(walks)]
+    assert found == shifted and tables.counts_2.tolist() == [len(walks), joints + 1]
+    for joint in range(joints + 1):
+        before, after = (next(x for x in shifted if x[i] == joint) for i in (3, 2))
+        begins = int(before[2] >= 0)
+        assert tables.joints_5J[:, joint].tolist() == [*before[:2], *after[:2], begins]
 
 
 def test_the_number_of_chunks_is_the_smallest_safe_one():

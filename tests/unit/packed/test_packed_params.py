@@ -98,7 +98,7 @@ def test_all_tensors_of_tables_are_listed():
     alone = {name: torch.zeros(1) for name in ("rope_position_ids", "rank_valid", "num_valid")}
     samples = Samples(*torch.zeros(3, 1))
     windows = WindowTables({None: mask})
-    chunks = DocumentChunks(DeltaRuleTables(*torch.zeros(7, 1)))
+    chunks = DocumentChunks(DeltaRuleTables(*torch.zeros(8, 1)))
     several = Samples(*torch.zeros(3, 1))
     depths = (DepthTables(*torch.zeros(3, 1), several), DepthTables(*torch.zeros(2, 1), None, None))
     tables = SharedTables(
