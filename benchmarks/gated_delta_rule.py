@@ -8,6 +8,7 @@
   3.4 to 3.7.0 fla-core refuses its backward pass, because the results are wrong. Here the refusal is
   switched off and the results are thrown away: only the times count.
 - The capacity rows run the same pack with more, empty documents.
+- The rows of long documents compare walks through segments with one walk for each document.
 - ``--sweep`` tries other sizes of the programs of each kernel, and prints the time of each kernel.
 
 Times are of the GPU between events, medians of calls. The ratios compare GPU-busy times of both, round
@@ -36,6 +37,8 @@ from workloads import device_from, lognormal_lengths
 
 NAMES = ("o", "dq", "dk", "dv", "da", "db", "dA_log", "ddt_bias")
 CAPACITIES = (12, 64, 512)
+LONG = ((16, 32, 1), (16, 32, 2), (16, 32, 4), (8, 16, 1), (2, 4, 1))
+"""Key heads, value heads, and documents of equal lengths in a pack."""
 ROUNDS = 5
 SWEPT = {"values": (64, 128), "warps": (4, 8), "stages": (1, 2, 3)}
 
@@ -78,7 +81,12 @@ def leaves(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]
 
 
 def call_of(
-    tensors: list[Tensor], lengths: list[int], capacity: int, backend: str, doubled: bool = False
+    tensors: list[Tensor],
+    lengths: list[int],
+    capacity: int,
+    backend: str,
+    doubled: bool = False,
+    in_segments: bool = True,
 ) -> Callable[[], Tensor]:
     """Return a function that runs the op; the tables are made once, as a model does."""
     device, tokens = tensors[0].device, sum(lengths)
@@ -86,7 +94,7 @@ def call_of(
     offsets = pad(offsets, (0, max(capacity - len(lengths), 0)), value=tokens).to(device)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seq_idx_1T = documents.int()[None].to(device)
-    segment = segment_tokens(tensors[2].shape[1])
+    segment = segment_tokens(tensors[2].shape[1]) if in_segments else None
     tables = build_tables(offsets, tokens, segment=segment)
     options = {"tables": tables, "backend": backend, "allow_neg_eigval": doubled}
     return lambda: gated_delta_rule(*tensors, seq_idx_1T, offsets, **options)
@@ -144,6 +152,45 @@ def ratios_to_fla(tensors: list[Tensor], lengths: list[int]) -> dict[str, Any]:
         }
         for name in rounds[0]["fla"]
     }
+
+
+def sum_of(busy: dict[str, float]) -> float:
+    """Return the milliseconds of both passes."""
+    return busy["forward"] + busy["backward"]
+
+
+def long_documents(size: Size, device: torch.device) -> dict[str, Any]:
+    """Return the GPU-busy milliseconds of forward and backward with and without segments, in turns."""
+    found = {}
+    for key_heads, heads, documents in LONG:
+        case = size._replace(key_heads=key_heads, value_heads=heads)
+        tensors = leaves(case, torch.bfloat16, device)
+        lengths = [size.tokens // documents] * documents
+        calls = {
+            name: call_of(tensors, lengths, CAPACITIES[0], "triton", in_segments=in_segments)
+            for name, in_segments in (("segments", True), ("one walk", False))
+        }
+        rounds = [
+            {name: sum_of(busy_times(call, tensors)) for name, call in calls.items()}
+            for _ in range(ROUNDS)
+        ]
+        series = {name: [one[name] for one in rounds] for name in calls}
+        found[f"{documents}, {key_heads} / {heads}"] = {
+            **{name: Spread.of([ms / 1e3 for ms in values]) for name, values in series.items()},
+            "ratio": Spread.of_ratios(series["segments"], series["one walk"]),
+        }
+    return found
+
+
+def long_rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
+    """Return the rows of long documents, from results in the form of a result file."""
+    return [
+        {
+            "documents, heads": name,
+            **{column: harness.shown(value) for column, value in found.items()},
+        }
+        for name, found in results.get("long documents", {}).items()
+    ]
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, object]]:
@@ -257,6 +304,10 @@ def main() -> None:
         results["ratios"] = ratios_to_fla(tensors, lengths)
         save()
         print(harness.table(ratio_rows_of(harness.plain(results))))
+    if device.type == "cuda":
+        results["long documents"] = long_documents(size, device)
+        save()
+        print(harness.table(long_rows_of(harness.plain(results))))
     if arguments.sweep and device.type == "cuda":
         results["sweep"] = sweep(call_of(tensors, lengths, CAPACITIES[0], "triton"), tensors)
         save()

@@ -29,8 +29,8 @@ class DeltaRuleTables(NamedTuple):
         Documents of 65, 0 and 3 tokens: Q is (68 + 3 * 63) // 64 = 4. The chunks are 0..64, 64..65,
         65..68 and the empty 68..68, of documents 0, 0, 2 and 2. ``first_chunk_D`` is [0, 2, 2] and
         ``num_chunks_D`` is [2, 0, 1]. The walks are 0..65, 65..68 and the empty 68..68. With segments of
-        64 tokens, there would be the walks 0..64, 65..68, 64..65 and 68..68, and joint 0 would be between
-        the first and the third, with [0, 64, 64, 65, 0] in ``joints_5J``.
+        64 tokens the walks are 0..64, 65..68, 64..65 and 68..68. Then the first and the third meet at joint 0,
+        and ``joints_5J`` is [[0], [64], [64], [65], [0]].
     """
 
     document_Q: Tensor
@@ -52,8 +52,11 @@ class DeltaRuleTables(NamedTuple):
     counts_2: Tensor
     """``(2,)`` int32: number of walks that have tokens, and number of joints."""
     joints_5J: Tensor
-    """``(5, J)`` int32: first token and token after the last one of the walk before each joint, the same of
-    the walk after it, and 1 if the first of them begins at a joint, else 0.
+    """``(5, J)`` int32: the two walks that meet at each joint, and if the state there depends on another joint.
+
+    The first token of the walk before the joint, and the token after its last one. The same of the walk
+    after the joint. Then 1 if the walk before it begins at a joint, else 0. Joint 0 of a part has the
+    last walk of the part before it, and the first walk after it.
     """
 
 
@@ -131,7 +134,7 @@ def _walks(
     walk_J = torch.searchsorted(joints_W, number_J, out_int32=True).clamp_max(len(start_W) - 1)
     before_J, after_J = walk_J - 1, walk_J
     before_W = torch.where(begins_W, joints_W - 1 + borders, -1)
-    # The joint after a walk is the next one that a walk begins at.
+    # The joint after a walk is the next joint at which a walk begins.
     after_W = torch.where(ends_W, joints_W + borders, -1)
     if of_part:
         is_first_W = (start_W < end_W) & (start_W == 0)

@@ -3,13 +3,13 @@
 
 The walks through a long document run at the same time, because the rule is affine in the state that
 enters a walk: the state S becomes A S + B (`passed_states`). A first kernel walks as those of
-`triton_states` do and stores B and A of each walk that ends at a joint: rows of values start from zeros,
-and rows of the matrix from ones on the diagonal, with values of zero. A second kernel passes the states
+`triton_states` do, and stores B and A of each walk that ends at a joint. Rows of B start from zeros.
+Rows of A start from ones on the diagonal and have values of zero. A second kernel passes the states
 from joint to joint, one product (V, K) x (K, K) each. Backward has a kernel for the gradient that each
 walk passes to the joint at its start, and passes them on from the last joint to the first.
 
-The two ends of a part of a pack are joint 0. What passes them is exchanged with other processes: the second
-kernel makes the message of the part, and later passes on what the part received.
+The two ends of a part of a pack are joint 0. There, states come from other processes and go to them. The
+second kernel makes the message of the part, and later passes on what the part received.
 
 Letters: T tokens, N value heads, K key head dimension, V value head dimension, J joints, R = V + K rows.
 """

@@ -8,7 +8,7 @@ tile. The kernels never transpose a computed tile: Triton 3.4 to 3.7.0 miscompil
 operand on Hopper.
 
 A walk that begins at a joint starts from the state there, and its gradient from that of the state at the
-joint after it (`triton_parts`). Without joints the compiled code has no such steps.
+joint after it (`triton_joints`). Without joints the compiled code has no such steps.
 
 The states are stored by position. A chunk that a state enters starts at least 64 tokens after each
 earlier such chunk. So ``start // 64`` is a different slot for each, and ``T / 64`` slots suffice for any
@@ -173,8 +173,8 @@ def _walk_programs(blocks: int, walks: int) -> int:
 def chunk_factors(ptr, gates, token, real):
     """Return the factors of q, of k as it reads and of k as it writes, for the tokens of a chunk.
 
-    They are loaded as one tile of 256 numbers. Of a vector of 64 numbers each warp would load a copy,
-    with an address for each number.
+    They are loaded as one tile of 256 numbers. Each warp would load its own copy of a vector of 64
+    numbers, with an address for each number.
     """
     tile = load(ptr + token[:, None] + (1 + tl.arange(0, 4))[None, :] * gates, real[:, None])
     first, second = tl.split(tl.reshape(tile, (token.shape[0], 2, 2)))
