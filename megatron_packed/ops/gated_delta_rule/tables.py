@@ -59,6 +59,12 @@ class DeltaRuleTables(NamedTuple):
     last walk of the part before it, and the first walk after it.
     """
 
+    @property
+    def of_part(self) -> bool:
+        """Return True for the tables of a part, which have a joint more than the most walks need."""
+        more_walks = self.walks_4W.shape[1] - self.num_chunks_D.shape[0]
+        return self.joints_5J.shape[1] > more_walks
+
 
 def max_chunks(tokens: int, documents: int) -> int:
     """Return Q, the largest number of chunks that ``documents`` of together ``tokens`` can have."""

@@ -128,9 +128,9 @@ def pass_on(
     tables: DeltaRuleTables,
     dtype: torch.dtype,
     of_tiles: torch.dtype,
+    inside_1: Tensor | None = None,
     *,
     back: bool = False,
-    of_part: bool = False,
     message_NRK: Tensor | None = None,
 ) -> None:
     """Make the states at the joints, from those that each walk reaches from zeros, in place.
@@ -143,12 +143,13 @@ def pass_on(
         maps_JNKK: transposed matrices of `leaving_states`, contiguous in the last two dimensions.
         dtype: dtype of the inputs.
         of_tiles: dtype of the tiles; both determine the precision of the products.
-        of_part: the tokens are a part of a pack.
+        inside_1: as for `leaving_states`.
         message_NRK: ``(N, V + K, K)`` fp32. If given, the states stay, and this gets the message of
             the part: what it makes of zeros, and without ``back`` its matrix in the last K rows.
     """
     joints, heads, value_dim, key_dim = states_JNVK.shape
-    if message_NRK is None and joints == int(of_part):
+    borders = 0 if inside_1 is None else 1
+    if message_NRK is None and joints == borders:
         return
     tiles = tiles_of("joints", dtype, of_tiles, value_dim)
     blocks = triton.cdiv(value_dim, tiles.values)
@@ -158,8 +159,10 @@ def pass_on(
         states_JNVK,
         maps_JNKK,
         message_NRK,
+        tables.joints_5J,
         tables.counts_2,
-        tables.joints_5J[4],
+        inside_1,
+        joints,
         JOINT_STRIDE=states_JNVK.stride(1),
         MAP_STRIDE=maps_JNKK.stride(1),
         K=key_dim,
@@ -167,7 +170,7 @@ def pass_on(
         BLOCK_K=key_block(key_dim),
         BLOCK_V=tiles.values,
         HEADS=heads,
-        BORDERS=int(of_part),
+        BORDERS=borders,
         BACK=back,
         STAGES=tiles.stages,
         PRECISION=tiles.precision,
@@ -335,13 +338,15 @@ def _entering_kernel(
         tl.store(out + tile_of(value, K, channel), d_state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["joints"])
 def _pass_on_kernel(
     states_ptr,
     maps_ptr,
     message_ptr,
+    joints_ptr,
     counts_ptr,
-    begins_ptr,
+    inside_ptr,
+    joints,
     JOINT_STRIDE: tl.constexpr,
     MAP_STRIDE: tl.constexpr,
     K: tl.constexpr,
@@ -356,8 +361,8 @@ def _pass_on_kernel(
 ):
     """Pass a block of rows of a head from joint to joint; a message also passes the border of the part.
 
-    The border is joint 0, and other joints are in the order of the pack. ``begins`` is 1 if the walk before
-    a joint begins at the joint before it, or at the border.
+    The border is joint 0, and other joints are in the order of the pack. The walk before a joint begins at
+    the joint before it, or at the border if a state enters there, or a document begins.
     """
     VALUE_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0)
@@ -379,19 +384,24 @@ def _pass_on_kernel(
         state = load(states_ptr + head * JOINT_STRIDE + state_tile, state_mask)
     else:
         state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+    connected = True
     for step in tl.range(steps, num_stages=STAGES):
         # The walk between the joint of the step before and this one has its matrix at the later one.
         if BACK:
             joint = tl.where(step < inner, BORDERS + inner - 1 - step, 0)
             later = tl.where(step > 0, BORDERS + inner - step, 0)
-            begins = load(begins_ptr + later, BORDERS > 0 or step > 0) != 0
+            continues = load(joints_ptr + 4 * joints + later, BORDERS > 0 or step > 0) != 0
         else:
             joint = tl.where(step < inner, BORDERS + step, 0)
             later = joint
-            begins = load(begins_ptr + later, True) != 0
+            continues = tl.load(joints_ptr + 4 * joints + later) != 0
+        if inside_ptr is not None:
+            first = tl.load(joints_ptr + later)
+            continues = continues & ((first > 0) | (tl.load(inside_ptr) != 0))
         # At the first joint of a document the state before it is not used, even if it is not finite.
-        state = tl.where(begins, state, 0.0)
-        map_mask = mask_of(channel < tl.where(begins, K, 0), channel < K)
+        connected = connected & continues
+        state = tl.where(continues, state, 0.0)
+        map_mask = mask_of(channel < tl.where(continues, K, 0), channel < K)
         map_ = load(
             maps_ptr + (later.to(tl.int64) * HEADS + head) * MAP_STRIDE + map_tile, map_mask
         )
@@ -402,6 +412,8 @@ def _pass_on_kernel(
         if message_ptr is None:
             tl.store(rows + state_tile, state, mask=state_mask)
     if message_ptr is not None:
+        # The product of zeros and matrices of another document need not be zero.
+        state = tl.where(connected | of_values, state, 0.0)
         out = message_ptr + head * ((V + K) * K) + tl.where(of_values, 0, V * K)
         mask = mask_of(value < tl.where(of_values, V, K), channel < K)
         tl.store(out + state_tile, state, mask=mask)

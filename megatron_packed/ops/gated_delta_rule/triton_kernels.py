@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-call"
 """Gated delta rule by Triton kernels in three stages, which restart at each document.
 
-Forward runs two kernels: `triton_scores` (per chunk) and `triton_states` (along each document). It saves
-its inputs and the results of the first kernel. Backward computes the states again, walks back through
-the documents, and computes the remaining gradients per chunk (`triton_gradients`). The repeated kernel
-has the same inputs, so backward and recompute get the same bits as forward.
+Forward runs `triton_scores` (per chunk) and `triton_states` (along each walk through a document). If a
+document can have several walks, `triton_joints` computes the states between them first. Forward saves its
+inputs, the results of the first kernel and these states. Backward computes the states of the chunks
+again, walks back, and computes the remaining gradients per chunk (`triton_gradients`). The repeated
+kernel has the same inputs, so backward and recompute get the same bits as forward.
 
 The shapes of all tensors and grids depend only on the numbers of tokens, heads and documents of
 ``cu_seqlens``. There is no autotuning, so a warm-up only has to compile the kernels.
@@ -117,6 +118,12 @@ def run(
         tokens, heads, _ = v_TNV.shape
         segment = segment_tokens(heads)
         tables = build_tables(cu_seqlens, tokens, segment=segment, of_part=part is not None)
+    elif tables.of_part != (part is not None):
+        raise ValueError(
+            f"gated_delta_rule: the tables have of_part={tables.of_part}, and the tokens are "
+            f"{'a complete pack' if part is None else 'a part of a pack'}; build the tables with "
+            f"of_part={not tables.of_part}."
+        )
     inputs = (q_TGK, k_TGK, v_TNV, a_TN, b_TN)
     slots = tuple(gradient_slot(x) for x in inputs)
     inside_1 = None if part is None else begins_inside(seq_idx_1T, part)
@@ -164,12 +171,12 @@ class _DeltaRule(torch.autograd.Function):
             if part is not None:
                 assert inside_1 is not None
                 own_NRK = torch.empty_like(leaving_JNRK[0])
-                pass_on(*at_joints, of_part=True, message_NRK=own_NRK)
+                pass_on(*at_joints, inside_1, message_NRK=own_NRK)
                 message = part.start(own_NRK.view(1, -1))
                 # The first part has nothing to wait for.
                 received_kX = message.wait() if part.number > 0 else own_NRK.view(1, -1)[:0]
                 entering_JNVK[0] = state_from_parts(received_kX, sizes).masked_fill_(~inside_1, 0)
-            pass_on(*at_joints, of_part=part is not None)
+            pass_on(*at_joints, inside_1)
         of_joints = (inside_1, entering_JNVK, maps_JNKK, own_NRK)
         ctx.save_for_backward(q_TGK, k_TGK, v_TNV, *gates, *of_joints, *scores, *tables)
         o_TNV = outputs(q_TGK, k_TGK, v_TNV, scores, tables, entering_JNVK)
@@ -199,7 +206,7 @@ class _DeltaRule(torch.autograd.Function):
             if part is not None:
                 # The message has the matrix of the forward message, and another state.
                 sent_NRK = own_NRK.clone()
-                pass_on(*at_joints, back=True, of_part=True, message_NRK=sent_NRK)
+                pass_on(*at_joints, inside_1, back=True, message_NRK=sent_NRK)
                 message = part.start(sent_NRK.view(1, -1), back=True)
         # The states are computed while the message is on its way.
         states_SNVK, u_TNV = states_and_writes(k_TGK, v_TNV, scores, tables, entering_JNVK)
@@ -208,7 +215,7 @@ class _DeltaRule(torch.autograd.Function):
                 is_last = part.number == part.parts - 1
                 received_kX = sent_NRK.view(1, -1)[:0] if is_last else message.wait()
                 d_leaving_JNVK[0] = state_from_parts(received_kX, sizes, reverse=True)
-            pass_on(*at_joints, back=True, of_part=part is not None)
+            pass_on(*at_joints, inside_1, back=True)
         # Other kernels read the gradient of v, so it must be as exact as their tiles.
         exact_dv_TNV = dv_TNV
         if u_TNV.dtype != dv_TNV.dtype:

@@ -182,6 +182,26 @@ def test_same_bits_in_each_run_and_at_each_capacity():
         assert all(torch.equal(first[name], padded[name]) for name in RESULTS)
 
 
+def test_short_documents_have_the_same_bits_in_packs_that_may_have_joints():
+    """The kernels are compiled with and without the states at joints."""
+    lengths = [67, 200]
+    values = cast(inputs(sum(lengths), SIZES, device="cuda"), torch.bfloat16)
+    short, rows = triton_rule(values, lengths), slice(sum(lengths))
+    long = {
+        name: torch.cat([x, x.new_ones(900, *x.shape[1:])]) if name in PER_TOKEN else x
+        for name, x in values.items()
+    }
+    leaves_of = {name: x.detach().requires_grad_() for name, x in long.items()}
+    o = gated_delta_rule(
+        *leaves_of.values(), *boundaries([*lengths, 900], "cuda"), backend="triton"
+    )
+    weight = torch.linspace(-1, 1, values["v"].numel(), dtype=torch.float64, device="cuda").sin()
+    weight = (7 * weight).sin().view(values["v"].shape).to(o.dtype)
+    gradients = torch.autograd.grad(o[rows], [leaves_of[name] for name in PER_TOKEN], weight)
+    for name, got in zip(LOCAL, (o, *gradients)):
+        assert torch.equal(got[rows], short[name]), name
+
+
 def test_nothing_uninitialised_is_read():
     """Fill the free memory with NaN, so that a kernel that reads unwritten memory returns NaN."""
     lengths = [5, 0, 1100, 0, 0, 600]

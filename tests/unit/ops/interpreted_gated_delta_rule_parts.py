@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from megatron_packed.ops.gated_delta_rule import triton_gradients, triton_kernels, triton_states
+from megatron_packed.ops.gated_delta_rule.api import gated_delta_rule
+from megatron_packed.ops.gated_delta_rule.tables import build_tables
+from megatron_packed.ops.parts_of_pack import PartOfPack
 from support.delta_rule_cases import (
     ALL,
     PER_TOKEN,
@@ -16,7 +19,12 @@ from support.delta_rule_cases import (
     with_gradients,
 )
 from support.delta_rule_parts import results_in_parts
-from support.op_packs import assert_errs_at_most_twice, leaks_of_tokens, relative_error
+from support.op_packs import (
+    assert_errs_at_most_twice,
+    boundaries,
+    leaks_of_tokens,
+    relative_error,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_uninitialised")
 
@@ -94,6 +102,33 @@ def test_documents_do_not_touch_each_other_by_a_bit():
     values = cast(inputs(sum(lengths), (1, 2, 16, 16), **KEPT), torch.float32)
     run = partial(in_parts, lengths=lengths, parts=4)
     assert leaks_of_tokens(run, values, PER_TOKEN, lengths, victims=[1]) == set()
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize(
+    ("lengths", "parts", "token"), [([130, 130], 2, 200), ([170, 220], 3, 240), ([170, 220], 3, 60)]
+)
+def test_values_that_are_not_finite_stay_in_documents_of_several_segments(
+    lengths, parts, token, name, monkeypatch
+):
+    """A document begins at a border, or inside a part that another one enters."""
+    monkeypatch.setattr(triton_kernels, "segment_tokens", lambda _: 64)
+    values = cast(inputs(sum(lengths), (1, 1, 16, 16)), torch.float32)
+    values[name][token] = torch.nan
+    results = in_parts(values, lengths, parts)
+    of_token = (torch.arange(sum(lengths)) < lengths[0]) == (token < lengths[0])
+    for result in ("o", *(f"d{name}" for name in PER_TOKEN)):
+        assert results[result][~of_token].isfinite().all(), result
+    assert not results["dq"][of_token].isfinite().all()
+
+
+def test_tables_of_a_part_are_not_those_of_a_pack():
+    values, (seq_idx_1T, cu_seqlens) = cast(inputs(5, SMALL), torch.float32), boundaries([5])
+    arguments = (*values.values(), seq_idx_1T, cu_seqlens)
+    for of_part, part in ((True, None), (False, PartOfPack(0, 1, None, lambda *_, **__: None))):
+        tables = build_tables(cu_seqlens, 5, of_part=of_part)
+        with pytest.raises(ValueError, match=f"build the tables with of_part={not of_part}"):
+            gated_delta_rule(*arguments, tables=tables, part=part, backend="triton")
 
 
 def test_values_that_are_not_finite_stay_in_their_document():
