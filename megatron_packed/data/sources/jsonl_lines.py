@@ -85,7 +85,7 @@ class LineReader:
 
     def _lines(self, blocks: Iterator[bytes]) -> Iterator[RawLine]:
         number, blank = 1, 0
-        line = _Pieces(self.max_line_bytes, "line")
+        line = _BytesInPieces(self.max_line_bytes, "line")
         for block in blocks:
             first, *others = block.split(b"\n")
             for piece in others:
@@ -111,7 +111,7 @@ class LineReader:
 
     def _elements(self, blocks: Iterator[bytes]) -> Iterator[RawLine]:
         number, is_first = 1, True
-        element = _Pieces(self.max_line_bytes, "element")
+        element = _BytesInPieces(self.max_line_bytes, "element")
         scanner = _ArrayScanner()
         for block in blocks:
             begin = 0
@@ -138,7 +138,7 @@ class LineReader:
             yield element.take(number, damage)
 
 
-class _Pieces:
+class _BytesInPieces:
     """Bytes of one line or element, which arrive in pieces. Only bytes up to the limit are kept."""
 
     def __init__(self, max_bytes: int, kind: str) -> None:

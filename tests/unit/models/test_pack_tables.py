@@ -1,9 +1,11 @@
 """Tables that all layers of a model share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_packed.layers.kinds.gated_delta_net import DocumentChunks
+from megatron_packed.layers.kinds.gated_delta_net import MIXER, DocumentChunks
 from megatron_packed.models.pack_tables import PackTables
 from megatron_packed.ops.gated_delta_rule.tables import build_tables
 from megatron_packed.packed.params import PackedSeqParams
@@ -29,6 +31,23 @@ def test_gated_delta_nets_get_the_chunks_of_all_slots(capacity):
     # The tail is the last document that has chunks.
     assert chunks.start_Q.tolist()[:7] == [0, 64, 65, 66, 130, 194, 196]
     assert len(tables.tensors()) == len(chunks)
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_segments_of_gated_delta_nets_depend_on_the_heads_of_a_rank(passing):
+    """Without passed states the context-parallel ranks share the heads, else each has a part of the pack."""
+    config = SimpleNamespace(linear_num_value_heads=64)
+    cp = SimpleNamespace(size=2, rank=1, state_passing=("G",) if passing else ())
+    build = SimpleNamespace(tp=SimpleNamespace(size=2), cp=cp)
+    packed = PackedSeqParams.from_lengths([3000, 7000], 10000, alignment=2)
+    chunks = MIXER.tables(config, build)(packed).delta_rule
+    if passing:
+        offsets = (packed.cu_seqlens - 5000).clamp(0, 5000)
+        want = build_tables(offsets, 5000, segment=2048, of_part=True)
+    else:
+        want = build_tables(packed.cu_seqlens, 10000, segment=1024)
+    assert all(torch.equal(x, y) for x, y in zip(chunks, want))
+    assert chunks.of_part == passing and chunks.counts_2[1] == (3 if passing else 8)
 
 
 def test_other_models_have_no_chunks():

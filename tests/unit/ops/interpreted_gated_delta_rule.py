@@ -7,7 +7,12 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_packed.ops.column_slices import split_columns
-from megatron_packed.ops.gated_delta_rule import triton_kernels, triton_states, triton_tiles
+from megatron_packed.ops.gated_delta_rule import (
+    on_meta,
+    triton_kernels,
+    triton_states,
+    triton_tiles,
+)
 from megatron_packed.ops.gated_delta_rule.api import OP, gated_delta_rule, inputs_of
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, build_tables
 from support.delta_rule_cases import (
@@ -229,13 +234,15 @@ def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
     assert parameters[0].grad is None and torch.equal(parameters[1].grad, want["ddt_bias"])
 
 
-def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_backward():
+def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_backward(
+    monkeypatch,
+):
     tokens, heads = 70, 2
     values = cast(inputs(tokens, (1, heads, 16, 16)), torch.float32)
     saved = {}
 
     def pack(x):
-        saved[x.data_ptr()] = tuple(x.shape)
+        saved[x.data_ptr()] = x
         return x
 
     metadata = boundaries([tokens])
@@ -245,13 +252,17 @@ def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_b
         gated_delta_rule(*tensors, *metadata, tables=tables, backend="triton")
     known = {x.data_ptr() for x in (*tensors, *tables)}
     assert known <= set(saved)
-    assert sorted(shape for address, shape in saved.items() if address not in known) == [
+    own = [x for address, x in saved.items() if address not in known]
+    assert sorted(tuple(x.shape) for x in own) == [
         (1, heads, 16, 16),
         (1, heads, 16, 16),
         (2, 1, tokens),
         (2, heads, tokens, CHUNK),
         (5, heads, tokens),
     ]
+    monkeypatch.setattr(on_meta, "of_shape", lambda *_, memory: memory)
+    planned = on_meta.run(*tensors, *metadata, tables=tables, allow_neg_eigval=False)
+    assert sum(x.nbytes for x in own) == sum(x.bytes for x in planned.saved)
 
 
 def test_unsupported_inputs_are_refused_with_reasons():
