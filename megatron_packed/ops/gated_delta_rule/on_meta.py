@@ -35,9 +35,10 @@ def run(
     def states(slots: int, rows: int, dtype: torch.dtype = torch.float32) -> Any:
         return workspace(slots, heads, rows, key_dim, dtype=dtype, purpose=Purpose.STATES)
 
-    parts = 0 if part is None else part.parts  # messages of all parts travel
-    message, messages = (states(count, value_dim + key_dim) for count in (min(parts, 1), parts))
-    joints = max(tokens - 1, 0) // segment_tokens(heads) + min(parts, 1)
+    # A part sends a message and receives those of the other parts.
+    own, others = (0, 0) if part is None else (1, part.parts - 1)
+    sent, received = (states(messages, value_dim + key_dim) for messages in (own, others))
+    joints = max(tokens - 1, 0) // segment_tokens(heads) + own
     if tables is not None:
         joints = tables.joints_5J.shape[1]
     at_joints = states(joints, value_dim)
@@ -49,14 +50,15 @@ def run(
             workspace(2, heads, tokens, CHUNK, dtype=dtype),  # scores and inverse of each chunk
             at_joints,
             states(joints, key_dim),  # the matrices of the walks before the joints
-            message,
+            sent,
         ],
-        forward=[messages],
+        forward=[received, states(own, value_dim)],  # and the state that they make
         backward=[
             states(slots, value_dim, dtype),
-            states(slots + min(parts, 1), value_dim, dtype),  # gradients of the states
-            messages,
-            at_joints,  # gradients of the states
+            states(slots + own, value_dim, dtype),  # gradients of the states
+            sent,
+            received,
+            at_joints,  # gradients of the states there
             # What tokens write, and the exact gradient of v.
             *[written] * (1 if dtype == v_TNV.dtype else 2),
             workspace(3, heads, tokens),  # gradients of the gates

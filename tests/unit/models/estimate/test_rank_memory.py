@@ -287,22 +287,28 @@ def test_what_a_gated_delta_net_moves_and_its_states():
     options = {"layout": {"world_size": 2, "cp_size": 2}, "linear_cp_mode": "headwise"}
     assert most_of(Purpose.COMMUNICATION, "G", **options) == [exchanged + y, exchanged]
     states = (4096 // 64) * 2 * 8 * 6  # in bf16; in backward also their gradients
-    assert most_of(Purpose.STATES, "G", **options) == [0, 2 * states * 2]
+    # Segments of 512 tokens have 7 joints with states and matrices in fp32, and gradients of the states.
+    state, matrix = 7 * 2 * 8 * 6 * 4, 7 * 2 * 8 * 8 * 4
+    assert most_of(Purpose.STATES, "G", **options) == [
+        state + matrix,
+        2 * states * 2 + 2 * state + matrix,
+    ]
 
 
 def test_what_a_gated_delta_net_moves_with_passed_states():
-    """Two ranks have all four value heads of their rows, and two messages travel."""
+    """Two ranks have all four value heads of their rows; a rank sends a message and receives one."""
     layout = {"world_size": 2, "cp_size": 2}
     halo = 3 * (2 * 2 * 8 + 4 * 6) * 2
     moved = most_of(Purpose.COMMUNICATION, "G", layout)
     assert 0 < moved[0] <= 2 * halo and moved[1] == 0
-    # In fp32: a message has a state and a matrix, and both enter the part or are its own.
+    # In fp32: a message has a state and a matrix, and so have three joints of segments and the ends.
     state, matrix = 4 * 8 * 6 * 4, 4 * 8 * 8 * 4
-    messages, saved = 2 * (state + matrix), state + matrix
+    message = state + matrix
+    saved = 4 * message + message
     states = (2048 // 64) * state // 2  # in bf16; in backward also their gradients
     assert most_of(Purpose.STATES, "G", layout) == [
-        messages + saved,
-        2 * states + state // 2 + messages + state + saved,
+        saved + message + state,
+        2 * states + state // 2 + 2 * message + 4 * state + saved,
     ]
     [layer] = units_of(imagined("G", layout), WORK)
     assert layer.saved[Purpose.STATES] == saved
@@ -312,11 +318,12 @@ def test_a_gated_delta_net_saves_two_matrices_per_chunk_and_value_head():
     """Two bf16 matrices and five fp32 vectors of four value heads, two vectors of two key heads."""
     [layer] = units_of(imagined("G"), WORK)
     scores = 4096 * (2 * 4 * 64 * 2 + 4 * (5 * 4 + 2 * 2))
+    at_joints = 7 * 4 * 8 * (6 + 8) * 4  # states and matrices in fp32
     # q, k and v of the convolution; z, a and b in addition to them; y before and after the norm.
     convolved, projected, y = 2 * 2 * 8 + 4 * 6, 2 * 2 * 8 + 2 * 4 * 6 + 2 * 4, 4 * 6
     rows = 4096 * 2 * (convolved + projected + 2 * y + 32)
     statistics = 4096 * 4 * (4 + 1)  # of the gated norm, and of the norm before the layer
-    assert saved_bytes(layer) == scores + rows + statistics
+    assert saved_bytes(layer) == scores + at_joints + rows + statistics
 
 
 def test_what_experts_move():
@@ -463,6 +470,8 @@ SEQ_IDX = 4096 * 4
 """Documents of the slots, which the recurrences save."""
 SCAN = 4096 * 2 * (132 + 96 + 32) + 4096 * 4 * 2 + SEQ_IDX
 """Projection, convolution and output in bf16, and statistics of two groups."""
+JOINTS = 11 * 512 + 14 * 512
+"""States (6 x 8) and matrices (8 x 8) of four heads at seven joints in fp32, rounded up to 512 bytes."""
 RULE = 4096 * 2 * (88 + 56 + 24) + 4096 * 4 * 4 + 4096 * (2 * 4 * 64 * 2 + 4 * (5 * 4 + 2 * 2))
 CORE = 4096 * 2 * (8 * 8 + 2 * 4 * 8) + 4096 * 4 * 4
 """Fused projection, queries and output, and the log-sum-exp of four heads."""
@@ -483,7 +492,10 @@ CORE = 4096 * 2 * (8 * 8 + 2 * 4 * 8) + 4096 * 4 * 4
             },
         ),
         ("M", {"mamba_norm": NORM, "mamba_scan": SCAN, "mamba_out_proj": HIDDEN}),
-        ("G", {"gdn_norm": NORM, "gdn_scan": RULE + SEQ_IDX, "gdn_out_proj": 4096 * 24 * 2}),
+        (
+            "G",
+            {"gdn_norm": NORM, "gdn_scan": RULE + JOINTS + SEQ_IDX, "gdn_out_proj": 4096 * 24 * 2},
+        ),
         ("*", {"core_attn": CORE}),
         ("*", {"core_attn": CORE, "attn_proj": 0}),  # the projection saves the kernel's output
         (
