@@ -154,7 +154,7 @@ def ratios_to_fla(tensors: list[Tensor], lengths: list[int]) -> dict[str, Any]:
     }
 
 
-def sum_of(busy: dict[str, float]) -> float:
+def both_passes(busy: dict[str, float]) -> float:
     """Return the milliseconds of both passes."""
     return busy["forward"] + busy["backward"]
 
@@ -171,7 +171,7 @@ def long_documents(size: Size, device: torch.device) -> dict[str, Any]:
             for name, in_segments in (("segments", True), ("one walk", False))
         }
         rounds = [
-            {name: sum_of(busy_times(call, tensors)) for name, call in calls.items()}
+            {name: both_passes(busy_times(call, tensors)) for name, call in calls.items()}
             for _ in range(ROUNDS)
         ]
         series = {name: [one[name] for one in rounds] for name in calls}
