@@ -34,11 +34,11 @@ BLOCK_CHANNELS = 128
 """Channels of a program of our kernels."""
 _SHORTEST_RUN = 32
 """Fewest tokens of a program. Each program reads some rows of its neighbours, too."""
-_PROGRAMS = 4096
-"""Programs of a launch, about two rounds on a GPU of 132 processors; longer packs have longer runs.
+_PROGRAMS = 2640
+"""Most programs of a launch, twenty for each of 132 processors; longer packs have longer runs.
 
-Each program has a partial sum of `BLOCK_CHANNELS` filters, so the sums of a launch take at most
-8 MiB for filters of width 4.
+Registers allow one round of them in forward and two in backward. Each program has a partial sum of
+`BLOCK_CHANNELS` filters, so the sums of a launch take at most 6 MiB for filters of width 4.
 """
 
 
@@ -119,6 +119,6 @@ def causal_conv1d(
 
 def run_length(tokens: int, channels: int) -> int:
     """Return the number of tokens of a program of our kernels."""
-    rows = math.ceil(tokens * math.ceil(channels / BLOCK_CHANNELS) / _PROGRAMS)
+    runs = max(1, _PROGRAMS // math.ceil(channels / BLOCK_CHANNELS))
     # Four rows are one step of a program.
-    return max(_SHORTEST_RUN, math.ceil(rows / 4) * 4)
+    return max(_SHORTEST_RUN, math.ceil(math.ceil(tokens / runs) / 4) * 4)

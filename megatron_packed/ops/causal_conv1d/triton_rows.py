@@ -136,36 +136,63 @@ def _slope(u):
 
 
 @triton.jit
-def row(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
-    """Return row t in fp32; zeros outside the pack."""
+def _row(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
+    """Return row t; zeros outside the pack."""
     channels = tl.where((t >= 0) & (t < tokens), CHANNELS, 0)
-    row = load(ptr + t.to(tl.int64) * stride + column, column < channels)
-    return row.to(tl.float32)
+    return load(ptr + t.to(tl.int64) * stride + column, column < channels)
 
 
 @triton.jit
-def three_rows(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
-    """Return the rows t, t + 1 and t + 2 in fp32."""
+def four_rows(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
+    """Return the rows t to t + 3 in their own dtype, so that a load which is not used yet does not wait."""
     return (
-        row(ptr, t, tokens, stride, column, CHANNELS),
-        row(ptr, t + 1, tokens, stride, column, CHANNELS),
-        row(ptr, t + 2, tokens, stride, column, CHANNELS),
+        _row(ptr, t, tokens, stride, column, CHANNELS),
+        _row(ptr, t + 1, tokens, stride, column, CHANNELS),
+        _row(ptr, t + 2, tokens, stride, column, CHANNELS),
+        _row(ptr, t + 3, tokens, stride, column, CHANNELS),
     )
 
 
 @triton.jit
-def document(seq_idx_ptr, t, tokens):
+def in_fp32(a, b, c, d):
+    """Return four rows in fp32."""
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _three_rows(ptr, t, tokens, stride, column, CHANNELS: tl.constexpr):
+    """Return the rows t, t + 1 and t + 2 in fp32."""
+    return (
+        _row(ptr, t, tokens, stride, column, CHANNELS).to(tl.float32),
+        _row(ptr, t + 1, tokens, stride, column, CHANNELS).to(tl.float32),
+        _row(ptr, t + 2, tokens, stride, column, CHANNELS).to(tl.float32),
+    )
+
+
+@triton.jit
+def _document(seq_idx_ptr, t, tokens):
     """Return the document of row t; -1 outside the pack."""
     return tl.load(seq_idx_ptr + t, mask=(t >= 0) & (t < tokens), other=-1)
 
 
 @triton.jit
-def three_documents(seq_idx_ptr, t, tokens):
+def _three_documents(seq_idx_ptr, t, tokens):
     """Return the documents of the rows t, t + 1 and t + 2."""
     return (
-        document(seq_idx_ptr, t, tokens),
-        document(seq_idx_ptr, t + 1, tokens),
-        document(seq_idx_ptr, t + 2, tokens),
+        _document(seq_idx_ptr, t, tokens),
+        _document(seq_idx_ptr, t + 1, tokens),
+        _document(seq_idx_ptr, t + 2, tokens),
+    )
+
+
+@triton.jit
+def four_documents(seq_idx_ptr, t, tokens):
+    """Return the documents of the rows t to t + 3."""
+    return (
+        _document(seq_idx_ptr, t, tokens),
+        _document(seq_idx_ptr, t + 1, tokens),
+        _document(seq_idx_ptr, t + 2, tokens),
+        _document(seq_idx_ptr, t + 3, tokens),
     )
 
 
@@ -182,13 +209,13 @@ def rows_before(
     HALO: tl.constexpr,
 ):
     """Return the three rows before row ``first``, which may be in the halo, and their documents."""
-    x3, x2, x1 = three_rows(x_ptr, first - 3, tokens, stride, column, CHANNELS)
-    d3, d2, d1 = three_documents(seq_idx_ptr + HALO, first - 3, tokens)
+    x3, x2, x1 = _three_rows(x_ptr, first - 3, tokens, stride, column, CHANNELS)
+    d3, d2, d1 = _three_documents(seq_idx_ptr + HALO, first - 3, tokens)
     if HALO > 0:
         # Each row is either outside the part or outside the halo, where it is zero.
         before = first + HALO - 3
-        h3, h2, h1 = three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
-        e3, e2, e1 = three_documents(seq_idx_ptr, before, HALO)
+        h3, h2, h1 = _three_rows(halo_ptr, before, HALO, CHANNELS, column, CHANNELS)
+        e3, e2, e1 = _three_documents(seq_idx_ptr, before, HALO)
         x3, x2, x1 = x3 + h3, x2 + h2, x1 + h1
         d3, d2, d1 = tl.maximum(d3, e3), tl.maximum(d2, e2), tl.maximum(d1, e1)
     return x3, x2, x1, d3, d2, d1
