@@ -46,8 +46,8 @@ class DeltaRuleTables(NamedTuple):
     walks_4W: Tensor
     """``(4, W)`` int32: walks in descending order of their lengths, equal ones in the order of the pack.
 
-    The first token, the token after the last one, the joint at the first token and the joint after the
-    last token; -1 if there is no joint.
+    The first token, the token after the last one, the joint at the walk's start and the joint at its
+    end; -1 if there is no joint.
     """
     counts_2: Tensor
     """``(2,)`` int32: number of walks that have tokens, and number of joints."""
@@ -138,28 +138,29 @@ def _walks(
     num_joints_1 = joints_W[-1:] + borders
     number_J = torch.arange(1, joints + 1, dtype=torch.int32, device=cu_seqlens.device)
     walk_J = torch.searchsorted(joints_W, number_J, out_int32=True).clamp_max(len(start_W) - 1)
-    before_J, after_J = walk_J - 1, walk_J
-    before_W = torch.where(begins_W, joints_W - 1 + borders, -1)
-    # The joint after a walk is the next joint at which a walk begins.
-    after_W = torch.where(ends_W, joints_W + borders, -1)
+    walk_before_J, walk_after_J = walk_J - 1, walk_J
+    joint_at_start_W = torch.where(begins_W, joints_W - 1 + borders, -1)
+    # The joint at the end of a walk is the next joint at which a walk begins.
+    joint_at_end_W = torch.where(ends_W, joints_W + borders, -1)
     if of_part:
         is_first_W = (start_W < end_W) & (start_W == 0)
         is_last_W = (start_W < end_W) & (end_W == tokens)
-        before_W, begins_W = before_W.masked_fill(is_first_W, 0), begins_W | is_first_W
-        after_W = after_W.masked_fill(is_last_W, 0)
-        before_J = torch.cat([is_last_W.int().argmax(0, keepdim=True).int(), before_J])
-        after_J = torch.cat([is_first_W.int().argmax(0, keepdim=True).int(), after_J])
-    walks_of_J = (start_W[before_J], end_W[before_J], start_W[after_J], end_W[after_J])
-    joints_5J = torch.stack([*walks_of_J, begins_W[before_J].int()])
-    return (*_longest_first(start_W, end_W, before_W, after_W, num_joints_1), joints_5J)
+        begins_W = begins_W | is_first_W
+        joint_at_start_W = joint_at_start_W.masked_fill(is_first_W, 0)
+        joint_at_end_W = joint_at_end_W.masked_fill(is_last_W, 0)
+        last_walk_1 = is_last_W.int().argmax(0, keepdim=True).int()
+        first_walk_1 = is_first_W.int().argmax(0, keepdim=True).int()
+        walk_before_J = torch.cat([last_walk_1, walk_before_J])
+        walk_after_J = torch.cat([first_walk_1, walk_after_J])
+    walks_4W = torch.stack([start_W, end_W, joint_at_start_W, joint_at_end_W])
+    begins_1J = begins_W[walk_before_J].int()[None]
+    joints_5J = torch.cat([walks_4W[:2, walk_before_J], walks_4W[:2, walk_after_J], begins_1J])
+    return (*_longest_first(walks_4W, num_joints_1), joints_5J)
 
 
-def _longest_first(
-    start_W: Tensor, end_W: Tensor, before_W: Tensor, after_W: Tensor, joints_1: Tensor
-) -> tuple[Tensor, Tensor]:
+def _longest_first(walks_4W: Tensor, joints_1: Tensor) -> tuple[Tensor, Tensor]:
     """Return the walks in order, and the number of those that have tokens beside that of the joints."""
-    length_W = end_W - start_W
+    length_W = walks_4W[1] - walks_4W[0]
     order_W = length_W.argsort(descending=True, stable=True)
-    walks_4W = torch.stack([start_W, end_W, before_W, after_W])[:, order_W]
     occupied_1 = length_W.sign().sum(0, keepdim=True, dtype=torch.int32)
-    return walks_4W, torch.cat([occupied_1, joints_1])
+    return walks_4W[:, order_W], torch.cat([occupied_1, joints_1])

@@ -114,17 +114,10 @@ def _launch(
         tables.num_chunks_D.shape[0],
         *(stride for x in strided for stride in x.stride()[:2]),
         key_dim**-0.5,
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=tiles.precision,
         IN_PARTS=in_parts,
-        num_warps=tiles.warps,
+        **tiles.constants(heads, key_dim, value_dim),
     )
 
 

@@ -23,8 +23,13 @@ from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
-from megatron_packed.ops.gated_delta_rule.triton_states import chunk_factors
-from megatron_packed.ops.gated_delta_rule.triton_tiles import key_block, tiles_of
+from megatron_packed.ops.gated_delta_rule.triton_steps import (
+    add_rows,
+    chunk_factors,
+    token_writes,
+    value_gradients,
+)
+from megatron_packed.ops.gated_delta_rule.triton_tiles import tiles_of
 from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 
@@ -61,16 +66,9 @@ def leaving_states(
         tokens,
         joints,
         *(stride for x in (k_TGK, v_TNV) for stride in x.stride()[:2]),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=tiles.precision,
-        num_warps=tiles.warps,
+        **tiles.constants(heads, key_dim, value_dim),
     )
     return leaving_JNRK
 
@@ -109,16 +107,9 @@ def entering_gradients(
         joints,
         *(stride for x in (q_TGK, k_TGK, do_TNV) for stride in x.stride()[:2]),
         JOINT_STRIDE=out.stride(1),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=tiles.precision,
-        num_warps=tiles.warps,
+        **tiles.constants(heads, key_dim, value_dim),
     )
 
 
@@ -165,16 +156,9 @@ def pass_on(
         joints,
         JOINT_STRIDE=states_JNVK.stride(1),
         MAP_STRIDE=maps_JNKK.stride(1),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
         BORDERS=borders,
         BACK=back,
-        STAGES=tiles.stages,
-        PRECISION=tiles.precision,
-        num_warps=tiles.warps,
+        **tiles.constants(heads, key_dim, value_dim),
     )
 
 
@@ -245,11 +229,8 @@ def _leaving_kernel(
             whole = tl.minimum(length - chunk * CHUNK, CHUNK)
             total = tl.load(gates_ptr + row + whole - 1)
             read = tl.dot(state.to(dtype), tl.trans(k), input_precision=PRECISION)
-            read = v.to(tl.float32) - read * of_read_k[None, :]
-            u = tl.dot(read.to(dtype), tl.trans(solve), input_precision=PRECISION)
-            u *= of_written_k[None, :]
-            state *= tl.exp(total)
-            state = tl.dot(u.to(dtype), k, state, input_precision=PRECISION)
+            u = token_writes(read, v, solve, of_read_k, PRECISION)
+            state = add_rows(state * tl.exp(total), u, of_written_k, k, PRECISION)
         out = leaving_ptr + (joint.to(tl.int64) * HEADS + head) * ((V + K) * K)
         out += tl.where(of_values, 0, V * K)
         stored = tl.where(of_values, V, K)
@@ -325,14 +306,9 @@ def _entering_kernel(
             # Before the last chunk the gradient is zero, so only whole chunks need their sum.
             total = load(gates_ptr + row + CHUNK - 1, chunk * CHUNK + CHUNK <= length)
             du = tl.dot(d_state.to(dtype), tl.trans(k), input_precision=PRECISION)
-            du *= of_written_k[None, :]
-            du = tl.dot(do, scores, du, input_precision=PRECISION)
-            dv = tl.dot(du.to(dtype), solve, input_precision=PRECISION)
-            dv *= -of_read_k[None, :]
-            d_state *= tl.exp(total)
-            d_state = tl.dot(dv.to(dtype), k, d_state, input_precision=PRECISION)
-            do = do.to(tl.float32) * of_q[None, :]
-            d_state = tl.dot(do.to(dtype), q, d_state, input_precision=PRECISION)
+            dv = value_gradients(du, do, scores, solve, of_written_k, PRECISION)
+            d_state = add_rows(d_state * tl.exp(total), dv, -of_read_k, k, PRECISION)
+            d_state = add_rows(d_state, do, of_q, q, PRECISION)
         out = entering_ptr + (joint.to(tl.int64) * HEADS + head) * JOINT_STRIDE
         mask = mask_of(value < V, channel < K)
         tl.store(out + tile_of(value, K, channel), d_state, mask=mask)

@@ -28,7 +28,12 @@ from torch import Tensor
 
 from megatron_packed.ops.gated_delta_rule.tables import CHUNK, DeltaRuleTables
 from megatron_packed.ops.gated_delta_rule.triton_scores import ChunkScores
-from megatron_packed.ops.gated_delta_rule.triton_tiles import key_block, tiles_of
+from megatron_packed.ops.gated_delta_rule.triton_steps import (
+    add_rows,
+    token_writes,
+    value_gradients,
+)
+from megatron_packed.ops.gated_delta_rule.triton_tiles import tiles_of
 from megatron_packed.ops.triton_loads import load, mask_of, tile_of
 
 _MOST_PROGRAMS = 1024
@@ -150,16 +155,9 @@ def _launch(
         walks,
         *(stride for x in strided for stride in x.stride()[:2]),
         JOINT_STRIDE=0 if at_joints_JNVK is None else at_joints_JNVK.stride(1),
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(key_dim),
-        BLOCK_V=tiles.values,
-        HEADS=heads,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
-        STAGES=tiles.stages,
-        PRECISION=tiles.precision,
-        num_warps=tiles.warps,
+        **tiles.constants(heads, key_dim, value_dim),
         **constants,
     )
 
@@ -170,26 +168,13 @@ def _walk_programs(blocks: int, walks: int) -> int:
 
 
 @triton.jit
-def chunk_factors(ptr, gates, token, real):
-    """Return the factors of q, of k as it reads and of k as it writes, for the tokens of a chunk.
-
-    They are loaded as one tile of 256 numbers. Each warp would load its own copy of a vector of 64
-    numbers, with an address for each number.
-    """
-    tile = load(ptr + token[:, None] + (1 + tl.arange(0, 4))[None, :] * gates, real[:, None])
-    first, second = tl.split(tl.reshape(tile, (token.shape[0], 2, 2)))
-    _, of_read_k = tl.split(first)
-    of_q, of_written_k = tl.split(second)
-    return of_q, of_read_k, of_written_k
-
-
-@triton.jit
 def walk_at(walks_ptr, walks, i):
     """Return a walk's first token and length, and the joints at its start and its end or -1."""
     first = tl.load(walks_ptr + i).to(tl.int64)
     length = (tl.load(walks_ptr + walks + i) - first).to(tl.int32)
-    before = tl.load(walks_ptr + 2 * walks + i)
-    return first, length, before, tl.load(walks_ptr + 3 * walks + i)
+    joint_at_start = tl.load(walks_ptr + 2 * walks + i)
+    joint_at_end = tl.load(walks_ptr + 3 * walks + i)
+    return first, length, joint_at_start, joint_at_end
 
 
 @triton.jit(do_not_specialize=["tokens", "walks"])
@@ -243,11 +228,11 @@ def _forward_kernel(
     v_tile = token[None, :] * v_stride + value[:, None]
     out_tile = token[None, :] * (HEADS * V) + value[:, None]
     for i in tl.range(tl.program_id(1), tl.load(counts_ptr), tl.num_programs(1), num_stages=1):
-        first, length, before, _ = walk_at(walks_ptr, walks, i)
+        first, length, joint_at_start, _ = walk_at(walks_ptr, walks, i)
         state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
         if entering_ptr is not None:  # noqa: SIM102
-            if before >= 0:
-                joint = before.to(tl.int64) * HEADS + head
+            if joint_at_start >= 0:
+                joint = joint_at_start.to(tl.int64) * HEADS + head
                 mask = mask_of(value < V, channel < K)
                 state = load(entering_ptr + joint * JOINT_STRIDE + state_tile, mask)
                 if not OUTPUTS:
@@ -274,23 +259,21 @@ def _forward_kernel(
                 mask = mask_of(value < tl.where(chunk > 0, V, 0), channel < K)
                 tl.store(states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             read = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            factor = load(gates_ptr + 3 * gates + row + token, real)
-            read = v.to(tl.float32) - read * factor[None, :]
-            u = tl.dot(read.to(dtype), tl.trans(solve), input_precision=PRECISION)
+            of_read_k = load(gates_ptr + 3 * gates + row + token, real)
+            u = token_writes(read, v, solve, of_read_k, PRECISION)
             out = out_ptr + (start * HEADS + head) * V + out_tile
             if OUTPUTS:
                 q_base = q_ptr + (start * q_stride + key_head * q_head_stride)
                 q = load(q_base + q_tile, key_mask).to(dtype)
                 scores = load(scores_ptr + row * CHUNK + square, real[:, None])
-                factor = load(gates_ptr + 2 * gates + row + token, real)
-                o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * factor[None, :]
+                of_q = load(gates_ptr + 2 * gates + row + token, real)
+                o = tl.dot(low, tl.trans(q), input_precision=PRECISION) * of_q[None, :]
                 o = tl.dot(u.to(dtype), tl.trans(scores), o, input_precision=PRECISION)
                 tl.store(out, o, mask=value_mask)
             else:
                 tl.store(out, u, mask=value_mask)
-            u *= load(gates_ptr + 4 * gates + row + token, real)[None, :]
-            state *= tl.exp(total)
-            state = tl.dot(u.to(dtype), k, state, input_precision=PRECISION)
+            of_written_k = load(gates_ptr + 4 * gates + row + token, real)
+            state = add_rows(state * tl.exp(total), u, of_written_k, k, PRECISION)
 
 
 # Strides are constants, so that the rows of a tile differ by constants and share one address.
@@ -344,12 +327,12 @@ def _backward_kernel(
     do_tile = token[None, :] * do_stride + value[:, None]
     dv_tile = token[None, :] * dv_stride + value[:, None]
     for i in tl.range(tl.program_id(1), tl.load(counts_ptr), tl.num_programs(1), num_stages=1):
-        first, length, _, after = walk_at(walks_ptr, walks, i)
+        first, length, _, joint_at_end = walk_at(walks_ptr, walks, i)
         d_state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
         chunks = (length + CHUNK - 1) // CHUNK
         if d_leaving_ptr is not None:  # noqa: SIM102
-            if after >= 0:
-                joint = after.to(tl.int64) * HEADS + head
+            if joint_at_end >= 0:
+                joint = joint_at_end.to(tl.int64) * HEADS + head
                 mask = mask_of(value < V, channel < K)
                 d_state = load(d_leaving_ptr + joint * JOINT_STRIDE + state_tile, mask)
                 slot = (first // CHUNK + chunks) * HEADS + head
@@ -382,14 +365,11 @@ def _backward_kernel(
             mask = mask_of(value < tl.where(done > 0, V, 0), channel < K)
             tl.store(d_states_ptr + slot * (V * K) + state_tile, low, mask=mask)
             du = tl.dot(low, tl.trans(k), input_precision=PRECISION)
-            du *= load(gates_ptr + 4 * gates + row + token, real)[None, :]
-            du = tl.dot(do, scores, du, input_precision=PRECISION)
-            dv = tl.dot(du.to(dtype), solve, input_precision=PRECISION)
+            of_written_k = load(gates_ptr + 4 * gates + row + token, real)
+            dv = value_gradients(du, do, scores, solve, of_written_k, PRECISION)
             dv_base = dv_ptr + (start * dv_stride + head * dv_head_stride)
             tl.store(dv_base + dv_tile, dv, mask=value_mask)
-            dv *= -load(gates_ptr + 3 * gates + row + token, real)[None, :]
-            d_state *= tl.exp(total)
-            d_state = tl.dot(dv.to(dtype), k, d_state, input_precision=PRECISION)
-            factor = load(gates_ptr + 2 * gates + row + token, real)
-            do = do.to(tl.float32) * factor[None, :]
-            d_state = tl.dot(do.to(dtype), q, d_state, input_precision=PRECISION)
+            of_read_k = load(gates_ptr + 3 * gates + row + token, real)
+            d_state = add_rows(d_state * tl.exp(total), dv, -of_read_k, k, PRECISION)
+            of_q = load(gates_ptr + 2 * gates + row + token, real)
+            d_state = add_rows(d_state, do, of_q, q, PRECISION)

@@ -30,6 +30,19 @@ class Tiles(NamedTuple):
     registers: int | None = None
     """Most registers of a thread; None leaves them to the compiler."""
 
+    def constants(self, heads: int, key_dim: int, value_dim: int) -> dict[str, int | str]:
+        """Return the arguments of a launch that say the sizes of a program and of the value heads."""
+        return {
+            "K": key_dim,
+            "V": value_dim,
+            "BLOCK_K": key_block(key_dim),
+            "BLOCK_V": self.values,
+            "HEADS": heads,
+            "STAGES": self.stages,
+            "PRECISION": self.precision,
+            "num_warps": self.warps,
+        }
+
 
 # Products of three parts have the precision of fp32. Two parts are enough where no state is passed on.
 _THREE_PARTS, _TWO_PARTS = ("bf16x6", "bf16x3") if splits_into_bf16() else ("tf32x3", "tf32x3")

@@ -251,15 +251,16 @@ def test_chunks_start_again_at_each_document(lengths):
 
 
 def walks_of(lengths, segment):
-    """Return the walks of a pack and their joints, ``(start, end, joint before, joint after)``."""
+    """Return the walks of a pack and their joints, ``(start, end, joint at start, joint at end)``."""
     walks, joints, offset = [], 0, 0
     for length in lengths:
         starts = range(offset, offset + length, segment or max(length, 1))
         for start in starts:
-            before, after = (-1 if start == edge else joints for edge in (offset, starts[-1]))
-            before -= start != offset
+            end = min(start + starts.step, offset + length)
+            joint_at_start = -1 if start == offset else joints - 1
+            joint_at_end = -1 if start == starts[-1] else joints
             joints += start != starts[-1]
-            walks.append((start, min(start + starts.step, offset + length), before, after))
+            walks.append((start, end, joint_at_start, joint_at_end))
         offset += length
     return sorted(walks, key=lambda walk: walk[0] - walk[1]), joints
 
@@ -274,13 +275,14 @@ def test_walks_and_the_joints_between_them(lengths, segment):
     found = list(zip(*tables.walks_4W.tolist()))
     assert found[: len(walks)] == walks
     assert all(
-        start == end and before == after == -1 for start, end, before, after in found[len(walks) :]
+        start == end and joint_at_start == joint_at_end == -1
+        for start, end, joint_at_start, joint_at_end in found[len(walks) :]
     )
     assert tables.counts_2.tolist() == [len(walks), joints]
     for joint in range(joints):
-        before, after = (next(x for x in walks if x[i] == joint) for i in (3, 2))
-        begins = int(before[2] >= 0)
-        assert tables.joints_5J[:, joint].tolist() == [*before[:2], *after[:2], begins]
+        walk_before, walk_after = (next(x for x in walks if x[i] == joint) for i in (3, 2))
+        begins = int(walk_before[2] >= 0)
+        assert tables.joints_5J[:, joint].tolist() == [*walk_before[:2], *walk_after[:2], begins]
 
 
 @pytest.mark.parametrize("lengths", [[130, 5], [0, 5, 130, 0], [135], [5, 64, 66]], ids=str)
@@ -292,17 +294,17 @@ def test_the_ends_of_a_part_are_the_joint_with_number_0(lengths):
     shifted = [
         (
             *(start, end),
-            0 if start == 0 else before + (before >= 0),
-            0 if end == tokens else after + (after >= 0),
+            0 if start == 0 else joint_at_start + (joint_at_start >= 0),
+            0 if end == tokens else joint_at_end + (joint_at_end >= 0),
         )
-        for start, end, before, after in walks
+        for start, end, joint_at_start, joint_at_end in walks
     ]
     found = list(zip(*tables.walks_4W.tolist()))[: len(walks)]
     assert found == shifted and tables.counts_2.tolist() == [len(walks), joints + 1]
     for joint in range(joints + 1):
-        before, after = (next(x for x in shifted if x[i] == joint) for i in (3, 2))
-        begins = int(before[2] >= 0)
-        assert tables.joints_5J[:, joint].tolist() == [*before[:2], *after[:2], begins]
+        walk_before, walk_after = (next(x for x in shifted if x[i] == joint) for i in (3, 2))
+        begins = int(walk_before[2] >= 0)
+        assert tables.joints_5J[:, joint].tolist() == [*walk_before[:2], *walk_after[:2], begins]
 
 
 def test_the_number_of_chunks_is_the_smallest_safe_one():
