@@ -309,6 +309,9 @@ TABLES = {
         "doubled_beta.py", "doubled_beta_errors", doubled_beta.error_rows_of
     ),
     "gated_delta_rule": Table("gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.rows_of),
+    "gated_delta_rule_long": Table(
+        "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.long_rows_of
+    ),
     "gated_delta_rule_ratios": Table(
         "gated_delta_rule.py", "gated_delta_rule", gated_delta_rule.ratio_rows_of
     ),
