@@ -116,7 +116,6 @@ def gib(
     graphs: CudaGraphConfig | None = None,
     positions: int | None = None,
     deterministic: bool = False,
-    scan: str = MEASURED_SCAN,
 ) -> float:
     """Return the estimated peak of a step of one process, in GiB."""
     model = HybridModel(
@@ -125,7 +124,7 @@ def gib(
         max_positions=positions or tokens,
         device="meta",
         dtype=torch.bfloat16,
-        backends={"deterministic": deterministic, "ssd": scan},
+        backends={"deterministic": deterministic},
     )
     work = Work(tokens=tokens, documents=documents)
     layout = flat_layout_of(model, Ownership())
@@ -150,7 +149,7 @@ def model_steps() -> Iterator[tuple[str, float, float]]:
     for name, found in (entry for file in MODEL_STEPS for entry in results(file).items()):
         c = CONFIGS[name]
         theirs = 4 * found["parameters"] / GIB
-        ours = gib(model_config(c), c["vocab"], c["T"], found["documents"], scan="auto")
+        ours = gib(model_config(c), c["vocab"], c["T"], found["documents"])
         yield f"{name} beside megatron-core", ours + theirs, found["megatron_packed"]["peak_gib"]
 
 
@@ -166,7 +165,6 @@ def metadata_sync() -> Iterator[tuple[str, float, float]]:
             documents,
             optimizer=True,
             deterministic=True,
-            scan="auto",
         )
         yield f"step of {name}", ours, found["paths"]["once"]["peak_gib"]
 
@@ -182,7 +180,6 @@ def packed_vs_padded() -> Iterator[tuple[str, float, float]]:
             packed["largest_batch"],
             documents,
             positions=found["longest"] + 8,
-            scan="auto",
         )
         yield f"packed {name}", ours, packed["peak_gib"]
 
@@ -369,7 +366,7 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             ]
             config = parse([model, *words, *DATA], 1)
             documents = config.packing.tokens_per_pack // 256
-            one = usual(estimates(as_measured(config), 1, config.model.vocab_size, documents))
+            one = usual(estimates(config, 1, config.model.vocab_size, documents))
             yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
@@ -397,12 +394,15 @@ def precisions() -> Iterator[tuple[str, float, float]]:
 
 def peaks() -> list[Peak]:
     """Return all measured peaks of packed steps with their estimates."""
-    older = (graph_steps(), train_real(), layouts_of_several(), recipes(), overlapped())
+    older = (layouts_of_several(), overlapped())
     with mock.patch.object(cross_entropy, "default_chunk_tokens", older_chunk_tokens):
         found = [Peak(*row) for part in older for row in part]
     apart = (in_parts(), with_states(), experts(BESIDE))
     found += [Peak(*row) for part in apart for row in part]
     newest = (
+        graph_steps(),
+        train_real(),
+        recipes(),
         metadata_sync(),
         packed_vs_padded(),
         offloads(),

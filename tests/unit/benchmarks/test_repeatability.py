@@ -71,18 +71,15 @@ def test_what_the_documentation_says_of_an_h200_was_measured():
     measured = json.loads((harness.RESULTS / "repeatability.json").read_text())
     assert "H200" in measured["device"]
     for choices in measured["results"].values():
-        _, _, scan, everything = (choices[name]["paths"] for name in repeatability.KERNELS)
-        assert all(
-            one["outcomes"] == [one["repeats"]] and one["repeats"] >= 20
-            for one in everything.values()
+        fastest, attention, scan, everything = (
+            choices[name]["paths"] for name in repeatability.KERNELS
         )
-        assert {one["as_eager_usually"] for one in everything.values()} == {
-            everything[PADDED]["repeats"]
-        }
-        assert (
-            scan[REPLAY]["as_eager_ever"] == scan[REPLAY]["repeats"]
-            and len(scan[PADDED]["outcomes"]) > 1
-        )
+        for paths in (attention, everything):
+            for one in paths.values():
+                assert one["outcomes"] == [one["repeats"]] and one["repeats"] >= 20
+                assert one["as_eager_usually"] == one["repeats"]
+        for paths in (fastest, scan):
+            assert all(len(one["outcomes"]) == one["repeats"] for one in paths.values())
 
 
 def test_whole_steps_differed_from_eager_ones_by_no_more_than_these_from_each_other():
