@@ -38,7 +38,7 @@ _PROGRAMS = 2640
 """Most programs of a launch, twenty for each of 132 processors; longer packs have longer runs.
 
 Registers allow one round of them in forward and two in backward. Each program has a partial sum of
-`BLOCK_CHANNELS` filters, so the sums of a launch take at most 6 MiB for filters of width 4.
+`BLOCK_CHANNELS` filters and biases, so the sums of a launch take at most 7 MiB for filters of width 4.
 """
 
 
@@ -118,7 +118,7 @@ def causal_conv1d(
 
 
 def run_length(tokens: int, channels: int) -> int:
-    """Return the number of tokens of a program of our kernels."""
+    """Return the number of tokens of a program of our kernels, a multiple of four."""
     runs = max(1, _PROGRAMS // math.ceil(channels / BLOCK_CHANNELS))
     # Four rows are one step of a program.
     return max(_SHORTEST_RUN, math.ceil(math.ceil(tokens / runs) / 4) * 4)

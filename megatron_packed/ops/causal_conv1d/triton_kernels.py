@@ -201,6 +201,7 @@ def _forward_kernel(
 ):
     """Compute y of ``length`` tokens and one block of channels, four rows a step.
 
+    ``length`` is a multiple of four. Otherwise the last step would store rows of the next program.
     In a step the rows are a, b, c, d. Those before them are x1 (the last one), x2, x3, in the
     documents d1, d2, d3. Before the first token these are the rows of the halo. The documents begin with
     those of the halo.

@@ -55,14 +55,19 @@ def test_outputs_and_gradients_equal_the_reference(lengths, options):
 
 @pytest.mark.parametrize(("width", "tokens"), [(4, 30), (3, 5), (2, 12), (4, 1)])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_a_part_of_a_pack_with_its_halo_is_a_slice_of_the_pack(width, tokens, backend):
-    """Check documents that end in the halo, at its border and after it, and the halo's gradient."""
+def test_a_part_of_a_pack_with_its_halo_is_a_slice_of_the_pack(width, tokens, backend, monkeypatch):
+    """Check documents that end in the halo, at its border and after it, and the halo's gradient.
+
+    A program has three steps, so documents also end in its later steps and around its last one.
+    """
+    monkeypatch.setattr(api, "_SHORTEST_RUN", 12)
     rows = width - 1
     x, weight = (
         normal(rows + tokens, C + 5)[:, 3 : 3 + C].double(),
         normal(C, width, seed=1).double(),
     )
-    for first in range(rows + 2):
+    late = [first for first in (9, 11, 12, 13) if first < tokens]
+    for first in (*range(rows + 2), *(rows + first for first in late)):
         seq_idx = (torch.arange(rows + tokens) >= first).int()[None]
         dy = normal(tokens, C, seed=3).double()
         whole, leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
