@@ -55,7 +55,7 @@ RESULTS = (
     ),
     "offload",
     "full_step",
-    "recipe_gated_delta_1b",
+    *(RECIPES := ("recipe_gated_delta_1b", "recipe_gated_delta_1b_previous_convolution")),
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),
@@ -350,7 +350,7 @@ def full_steps() -> Iterator[tuple[str, float, float]]:
 
 def recipes() -> Iterator[tuple[str, float, float]]:
     """Yield whole training runs of a recipe's model. Its file names the size of the vocabulary."""
-    for result in (name for name in RESULTS if name.startswith("recipe_")):
+    for result in RECIPES:
         found = results(result)
         model = f"@{ROOT}/examples/recipes/models/{found['recipe']}.args"
         for graphs, run in found["runs"].items():
@@ -367,7 +367,8 @@ def recipes() -> Iterator[tuple[str, float, float]]:
             config = parse([model, *words, *DATA], 1)
             documents = config.packing.tokens_per_pack // 256
             one = usual(estimates(config, 1, config.model.vocab_size, documents))
-            yield f"{found['recipe']} {graphs}", one.allocated / GIB, run["memory_gib"]
+            name = result.removeprefix("recipe_")
+            yield f"{name} {graphs}", one.allocated / GIB, run["memory_gib"]
 
 
 def real_models() -> Iterator[tuple[str, float, float]]:

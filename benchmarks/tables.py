@@ -321,10 +321,7 @@ TABLES = {
     "optimizer_step": Table("optimizer_step.py", "optimizer_step", optimizer_step.rows_of),
     "real_sizes": Table("real_sizes.py", "real_sizes", real_sizes.rows_of),
     **{name: Table("real_sizes.py", name, real_sizes.rows_of) for name in real_sizes.RESULTS},
-    **{
-        name: Table("recipe_mfu.py", name, recipe_mfu.rows_of)
-        for name in ("recipe_gated_delta_1b", "recipe_gated_delta_1b_previous_convolution")
-    },
+    **{name: Table("recipe_mfu.py", name, recipe_mfu.rows_of) for name in memory_peaks.RECIPES},
     "state_precision": Table("state_precision.py", "state_precision", state_precision.rows_of),
     "ssd": Table("ssd.py", "ssd", ssd.rows_of),
     "ssd_errors": Table("ssd.py", "ssd", ssd.error_rows_of),
