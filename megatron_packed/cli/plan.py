@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from megatron_packed.cli.plan_time import (
     time_of_run,
 )
 from megatron_packed.config.errors import ConfigError
-from megatron_packed.config.kinds.attention import has_zigzag_kernel, zigzag_kernel_problem
+from megatron_packed.config.kinds.attention import zigzag_kernel_problem
 from megatron_packed.config.parser.parse import parse_or_exit
 from megatron_packed.config.parser.precedence import gather
 from megatron_packed.config.parser.stored_options import NO_DATA
@@ -135,7 +135,10 @@ def plan_command(arguments: argparse.Namespace, run_flags: Sequence[str]) -> int
         work = step_work(config, vocab_size, lengths)
     except ValueError as error:
         raise UsageError(f"{source}: {error}", EXIT_DATA) from None
-    config, _ = with_partition(config, vocab_size, lengths)
+    given, (config, _) = config.parallel, with_partition(config, vocab_size, lengths)
+    # On GPUs without a kernel for the cheaper partition, a run takes the other one.
+    if given.chooses_partition and zigzag_kernel_problem(config) is not None:
+        config = replace(config, parallel=replace(given, cp_partition_mode="contiguous"))
     # A search has layouts of its own.
     if not arguments.search and (problem := zigzag_kernel_problem(config)) is not None:
         raise UsageError(str(problem))
@@ -454,9 +457,11 @@ def _partition_lines(work: StepWork, config: RunConfig) -> list[str]:
     if rows is None:
         return []
     slowest = f"the slowest rank has {rows.slowest_contiguous:.2f} times the mean work in attention"
-    if not has_zigzag_kernel(config.model):
+    zigzag = replace(config, parallel=replace(config.parallel, cp_partition_mode="zigzag"))
+    if zigzag_kernel_problem(zigzag) is not None:
+        layers = "these layers" if config.training.bf16 else "these layers without --bf16"
         return [
-            f"--cp-partition-mode: with contiguous rows {slowest}. GPUs have no kernel for a zigzag of these layers."
+            f"--cp-partition-mode: with contiguous rows {slowest}. GPUs have no kernel for a zigzag of {layers}."
         ]
     return [
         f"--cp-partition-mode: a zigzag pads these documents by {100 * rows.zigzag_padding:.1f} % of their tokens; "

@@ -355,17 +355,21 @@ def zigzag_kernel_problem(run: RunConfig) -> Problem | None:
     """
     attends = bool(run.model.attention_windows)
     on_gpus = run.training.device != "cpu" and run.training.attention_backend != "reference"
-    if not (run.parallel.uses_zigzag and attends and on_gpus) or has_zigzag_kernel(run.model):
+    if not (run.parallel.uses_zigzag and attends and on_gpus):
         return None
-    width = run.model.kv_channels
-    windows = "" if run.model.attention_windows == (None,) else " and attention windows"
-    return run.parallel.problem(
-        "cp_partition_mode",
-        "has one kernel on GPUs, that of TransformerEngine, for heads of a multiple of 8 up to "
-        f"{TRANSFORMER_ENGINE_HEAD_LIMIT} channels without attention windows, and these layers have "
-        f"heads of {width} channels{windows}",
-        "give contiguous, or --cp-comm-type a2a",
-    )
+    rule, cure = "has one kernel on GPUs, that of TransformerEngine, ", "give contiguous"
+    if not has_zigzag_kernel(run.model):
+        windows = "" if run.model.attention_windows == (None,) else " and attention windows"
+        rule += (
+            f"for heads of a multiple of 8 up to {TRANSFORMER_ENGINE_HEAD_LIMIT} channels without attention "
+            f"windows, and these layers have heads of {run.model.kv_channels} channels{windows}"
+        )
+    elif not run.training.bf16:
+        rule += "for bf16, and this run computes in fp32"
+        cure = f"add --bf16, {cure}"
+    else:
+        return None
+    return run.parallel.problem("cp_partition_mode", rule, f"{cure}, or --cp-comm-type a2a")
 
 
 _OF_PARTITIONS = (

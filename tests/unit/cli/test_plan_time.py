@@ -161,6 +161,24 @@ def test_a_zigzag_without_a_kernel_on_gpus_is_refused_and_not_found(more, capsys
     assert plan(capsys, *FLAGS, *zigzag, *two, "--attention-backend", "reference")["ranks"]
 
 
+def test_a_zigzag_without_bf16_is_refused_and_not_chosen(capsys):
+    """A document of 65,536 tokens has its last rows on one rank, unless a zigzag spreads them."""
+    long = [*FLAGS, "--seq-length", "65536", "--cp-comm-type", "p2p"]
+    long += ["--world-size", "4", "--context-parallel-size", "4"]
+    in_fp32 = [word for word in long if word != "--bf16"]
+    for words, sentence in (
+        (long, "This run takes zigzag."),
+        (in_fp32, "GPUs have no kernel for a zigzag of these layers without --bf16."),
+    ):
+        assert commands.exit_code("plan", *words) == 0
+        assert sentence in capsys.readouterr().out
+    code, said = commands.refusal(capsys, "plan", *in_fp32, "--cp-partition-mode", "zigzag")
+    assert code == 2 and said.endswith(
+        "\n--cp-partition-mode zigzag: has one kernel on GPUs, that of TransformerEngine, for bf16, and this run "
+        "computes in fp32; add --bf16, give contiguous, or --cp-comm-type a2a.\n"
+    )
+
+
 def test_a_search_recomputes_where_memory_ends(capsys):
     deep = ("--hybrid-layer-pattern", "-" * 24, "--seq-length", "65536")
     run = [*FLAGS, *deep, "--world-size", "2", "--global-batch-size", "2"]
