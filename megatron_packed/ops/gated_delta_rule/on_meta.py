@@ -46,7 +46,7 @@ def run(
     memory = Memory(
         saved=[
             workspace(2, key_heads, tokens),  # inverse norms of q and k
-            workspace(5, heads, tokens),  # decays and beta
+            workspace(6, heads, tokens),  # decays and beta
             workspace(2, heads, tokens, CHUNK, dtype=dtype),  # scores and inverse of each chunk
             at_joints,
             states(joints, key_dim),  # the matrices of the walks before the joints
@@ -64,6 +64,7 @@ def run(
             workspace(3, heads, tokens),  # gradients of the gates
             # Parts of the gradient of q, then of k.
             workspace(tokens, heads, key_dim, dtype=dtype),
+            workspace(2, heads, tokens, CHUNK, dtype=dtype),  # terms between two tokens
         ],
     )
     return of_shape(v_TNV.shape, v_TNV, q_TGK, k_TGK, *tensors, memory=memory)

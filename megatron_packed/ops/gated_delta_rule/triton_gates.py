@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_packed.ops.gated_delta_rule.triton_scores import softplus
+from megatron_packed.ops.gated_delta_rule.triton_decays import softplus
 from megatron_packed.ops.partial_sums import add_partial_sums
 from megatron_packed.ops.triton_loads import load, load_fp32, mask_of, rows_at, tile_of
 
@@ -29,9 +29,9 @@ class GateGradients(NamedTuple):
     """Gradients of the gates."""
 
     g_of_q_NT: Tensor
-    """``(N, T)`` fp32, gradient of g, the logarithm of the decay, through the uses of q."""
+    """``(N, T)`` fp32, gradient of g, the logarithm of the decay, through the uses of q and the pairs of keys."""
     g_of_k_NT: Tensor
-    """``(N, T)`` fp32, gradient of g through the uses of k."""
+    """``(N, T)`` fp32, gradient of g through the states that k reads and writes."""
     log_beta_NT: Tensor
     """``(N, T)`` fp32, gradient of the logarithm of beta."""
 

@@ -5,7 +5,8 @@ The programs are independent. Each computes one chunk of one value head, without
 heads. A compiler would move all addresses out of such a loop, and they do not fit in the registers
 beside the sums. So each value head writes its own part of the gradients, and a last kernel adds the
 parts of a key head in the order of the heads. Equal inputs give equal bits in each run. One kernel for q
-and k would need more registers than there are, so the products q_i . k_j and dO U^T are computed twice.
+and k would need more registers than there are. So the kernel of q computes all terms between two tokens,
+and stores those that the kernel of k needs as matrices.
 
 No product has a computed tile that is transposed, see `triton_states`. Instead the kernels compute the
 transposed product from the loaded tiles.
@@ -64,15 +65,17 @@ def chunk_gradients(
         in_parts: a state enters the first chunk, and one leaves the last chunk.
     """
     (tokens, heads, _), key_dim = v_TNV.shape, k_TGK.shape[2]
-    gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=v_TNV.device)
     states_SNVK, d_states_SNVK, u_TNV, dv_TNV = backward
-    part_TNK = torch.empty(tokens, heads, key_dim, dtype=u_TNV.dtype, device=v_TNV.device)
-    factors = (scores.rstd_2GT, scores.gates_5NT)
+    dtype, device = u_TNV.dtype, v_TNV.device
+    gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=device)
+    part_TNK = torch.empty(tokens, heads, key_dim, dtype=dtype, device=device)
+    pairs_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=dtype, device=device)
+    factors = (scores.rstd_2GT, scores.gates_6NT)
     _launch(
         _query_kernel,
         "queries",
-        (q_TGK, k_TGK, do_TNV),
-        (part_TNK, *factors, states_SNVK, u_TNV, gates_3NT),
+        (q_TGK, k_TGK, do_TNV, dv_TNV),
+        (part_TNK, *factors, states_SNVK, u_TNV, gates_3NT, pairs_2NTC),
         tables,
         in_parts,
     )
@@ -80,8 +83,8 @@ def chunk_gradients(
     _launch(
         _key_kernel,
         "keys",
-        (q_TGK, k_TGK, do_TNV, v_TNV, dv_TNV),
-        (part_TNK, *factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT),
+        (q_TGK, k_TGK, v_TNV, dv_TNV),
+        (part_TNK, *factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT, pairs_2NTC),
         tables,
         in_parts,
     )
@@ -109,11 +112,11 @@ def _launch(
     kernel[(heads * tables.start_Q.shape[0],)](
         *strided,
         *contiguous,
-        *tables[:5],
+        tables.document_Q,
+        tables.start_Q,
+        tables.end_Q,
         tokens,
-        tables.num_chunks_D.shape[0],
         *(stride for x in strided for stride in x.stride()[:2]),
-        key_dim**-0.5,
         HEADS_PER_KEY=heads // key_heads,
         CHUNK=CHUNK,
         IN_PARTS=in_parts,
@@ -139,30 +142,32 @@ def _add_heads(part_TNK: Tensor, *, out: Tensor) -> None:
 @triton.jit
 def _chunk_of(
     chunk,
-    chunks,
+    rows,
+    tokens,
     document_ptr,
     start_ptr,
     end_ptr,
-    first_chunk_ptr,
-    num_chunks_ptr,
     V: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
     """Return a chunk's first token and length, and the value channels of the states before and after it.
 
     The first chunk of a document starts from a state of zeros, and the last has no next one. They have 0
-    channels, unless the document is cut there.
+    channels, unless the document is cut there. A spare chunk starts after all tokens. No load depends on
+    another, because the first loads of a program are all that it waits for.
     """
-    document = tl.load(document_ptr + chunk)
-    position = chunk - tl.load(first_chunk_ptr + document)
-    values = tl.where(position > 0, V, 0)
-    next_values = tl.where(position + 1 < tl.load(num_chunks_ptr + document), V, 0)
     start = tl.load(start_ptr + chunk).to(tl.int64)
-    length = (tl.load(end_ptr + chunk) - start).to(tl.int32)
+    end = tl.load(end_ptr + chunk)
+    document = tl.load(document_ptr + chunk)
+    document_before = tl.load(document_ptr + chunk - 1, mask=chunk > 0, other=-1)
+    document_after = tl.load(document_ptr + chunk + 1, mask=chunk + 1 < rows, other=-1)
+    values = tl.where(document_before == document, V, 0)
+    # Spare chunks follow the last token, and have the number of the last document.
+    next_values = tl.where((document_after == document) & (end < tokens), V, 0)
     if IN_PARTS:
-        values = tl.where(chunk == 0, V, values)
-        next_values = tl.where(chunk + 1 == chunks, V, next_values)
-    return start, length, values, next_values
+        values = tl.where(start == 0, V, values)
+        next_values = tl.where(end == tokens, V, next_values)
+    return start, (end - start).to(tl.int32), values, next_values
 
 
 @triton.jit
@@ -172,31 +177,31 @@ def _tile_at(ptr, start, stride, head, head_stride, token, channel):
 
 
 # Strides are constants, so that the rows of a tile differ by constants and share one address.
-@triton.jit(do_not_specialize=["tokens", "documents"])
+@triton.jit(do_not_specialize=["tokens"])
 def _query_kernel(
     q_ptr,
     k_ptr,
     do_ptr,
+    dv_ptr,
     part_ptr,
     rstd_ptr,
     gates_ptr,
     states_ptr,
     u_ptr,
     d_gates_ptr,
+    pairs_ptr,
     document_ptr,
     start_ptr,
     end_ptr,
-    first_chunk_ptr,
-    num_chunks_ptr,
     tokens,
-    documents,
     q_stride: tl.constexpr,
     q_head_stride: tl.constexpr,
     k_stride: tl.constexpr,
     k_head_stride: tl.constexpr,
     do_stride: tl.constexpr,
     do_head_stride: tl.constexpr,
-    scale,
+    dv_stride: tl.constexpr,
+    dv_head_stride: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -208,16 +213,18 @@ def _query_kernel(
     PRECISION: tl.constexpr,
     IN_PARTS: tl.constexpr,
 ):
-    """Compute the part of dq of chunk i that value head n adds in program i * HEADS + n; see README.md."""
+    """Compute the part of dq of chunk i that value head n adds in program i * HEADS + n; see README.md.
+
+    The two matrices of the terms between tokens are (dO U^T * decay)^T, and -(B + B^T).
+    """
     head = tl.program_id(0) % HEADS
     chunk = tl.program_id(0) // HEADS
-    chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
-    if chunk >= chunks:
-        return
+    rows = tl.num_programs(0) // HEADS
     start, length, values, _ = _chunk_of(
-        *(chunk, chunks, document_ptr, start_ptr, end_ptr, first_chunk_ptr, num_chunks_ptr),
-        *(V, IN_PARTS),
+        chunk, rows, tokens, document_ptr, start_ptr, end_ptr, V, IN_PARTS
     )
+    if start >= tokens:
+        return
     dtype = u_ptr.dtype.element_ty
     key_head = head // HEADS_PER_KEY
     token = tl.arange(0, CHUNK)
@@ -230,51 +237,64 @@ def _query_kernel(
     q_tile = _tile_at(q_ptr, start, q_stride, key_head, q_head_stride, token, channel)
     k_tile = _tile_at(k_ptr, start, k_stride, key_head, k_head_stride, token, channel)
     do_tile = _tile_at(do_ptr, start, do_stride, head, do_head_stride, token, own_value)
+    dv_tile = _tile_at(dv_ptr, start, dv_stride, head, dv_head_stride, token, own_value)
     u_tile = _tile_at(u_ptr, start, HEADS * V, head, V, token, own_value)
     state_tile = states_ptr + ((start // CHUNK) * HEADS + head) * (V * K)
     state_tile += tile_of(own_value, K, channel)
     gates = HEADS * tokens.to(tl.int64)
-    gate = gates_ptr + head.to(tl.int64) * tokens + start + token
+    row = head.to(tl.int64) * tokens + start
+    gate = gates_ptr + row + token
+    square = pairs_ptr + row * CHUNK + tile_of(token, CHUNK, token)
     rstd = rstd_ptr + key_head.to(tl.int64) * tokens + start + token
-    scaled_q = load(rstd, real) * scale
-    rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
 
     # If q were loaded after the products, Triton would move the products to the layout of that load, for
     # the sums along their rows. So the kernel of k also loads k first; else it took 14 % longer on an H200.
     q = load(q_tile, key_mask).to(dtype)
     dq = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
     d_qk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    d_kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         mask = mask_of(real, block + own_value < V)
         do = load(do_tile + block, mask).to(dtype)
+        dv = load(dv_tile + block, mask).to(dtype)
         u = load(u_tile + block, mask)
         mask = mask_of(block + own_value < values, channel < K)
         state = load(state_tile + block * K, mask)
         dq = tl.dot(do, state, dq, input_precision=PRECISION)
         d_qk = tl.dot(do, tl.trans(u), d_qk, input_precision=PRECISION)
+        d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
     # The state before the chunk.
     dq *= load(gate + 2 * gates, real)[:, None]
     d_reach = tl.sum(q.to(tl.float32) * dq, axis=1)
 
-    # Terms between two tokens of the chunk.
+    # Terms between two tokens of the chunk, in the scores and in the triangular system.
     k = load(k_tile, key_mask).to(dtype)
+    scaled_q = load(rstd, real) * K**-0.5
+    rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
     decay = pair_decay(load(gate, real), load(gate + gates, real))
+    d_kk = tl.where(below, d_kk * decay * (-rstd_k[:, None] * rstd_k[None, :]), 0.0)
+    low = d_kk.to(dtype)
+    tl.store(square + gates * CHUNK, low + tl.trans(low), mask=real[:, None])
     d_qk = tl.where(above, 0.0, d_qk * decay * (scaled_q[:, None] * rstd_k[None, :]))
-    dq = tl.dot(d_qk.to(dtype), k, dq, input_precision=PRECISION)
+    low = d_qk.to(dtype)
+    tl.store(square, tl.trans(low), mask=real[:, None])
+    dq = tl.dot(low, k, dq, input_precision=PRECISION)
     part_tile = _tile_at(part_ptr, start, HEADS * K, head, K, token, channel)
     tl.store(part_tile, _across(dq, q, load(rstd, real)), mask=key_mask)
 
-    pairs = tl.where(below, d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
+    pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    d_gate = d_gates_ptr + row + token
+    tl.store(d_gate + 2 * gates, tl.sum(pairs, axis=1), mask=real)
+    pairs += tl.where(below, d_qk * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
     dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
     dg += tl.sum(tl.where(below, 0.0, d_reach[None, :]), axis=1)
-    tl.store(d_gates_ptr + head.to(tl.int64) * tokens + start + token, dg, mask=real)
+    tl.store(d_gate, dg, mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "documents"])
+@triton.jit(do_not_specialize=["tokens"])
 def _key_kernel(
     q_ptr,
     k_ptr,
-    do_ptr,
     v_ptr,
     dv_ptr,
     part_ptr,
@@ -284,24 +304,19 @@ def _key_kernel(
     d_states_ptr,
     u_ptr,
     d_gates_ptr,
+    pairs_ptr,
     document_ptr,
     start_ptr,
     end_ptr,
-    first_chunk_ptr,
-    num_chunks_ptr,
     tokens,
-    documents,
     q_stride: tl.constexpr,
     q_head_stride: tl.constexpr,
     k_stride: tl.constexpr,
     k_head_stride: tl.constexpr,
-    do_stride: tl.constexpr,
-    do_head_stride: tl.constexpr,
     v_stride: tl.constexpr,
     v_head_stride: tl.constexpr,
     dv_stride: tl.constexpr,
     dv_head_stride: tl.constexpr,
-    scale,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -316,13 +331,12 @@ def _key_kernel(
     """Compute the part of dk of chunk i that value head n adds in program i * HEADS + n; see README.md."""
     head = tl.program_id(0) % HEADS
     chunk = tl.program_id(0) // HEADS
-    chunks = tl.load(first_chunk_ptr + documents - 1) + tl.load(num_chunks_ptr + documents - 1)
-    if chunk >= chunks:
-        return
+    rows = tl.num_programs(0) // HEADS
     start, length, values, next_values = _chunk_of(
-        *(chunk, chunks, document_ptr, start_ptr, end_ptr, first_chunk_ptr, num_chunks_ptr),
-        *(V, IN_PARTS),
+        chunk, rows, tokens, document_ptr, start_ptr, end_ptr, V, IN_PARTS
     )
+    if start >= tokens:
+        return
     dtype = u_ptr.dtype.element_ty
     key_head = head // HEADS_PER_KEY
     token = tl.arange(0, CHUNK)
@@ -331,10 +345,8 @@ def _key_kernel(
     real = token < length
     key_mask = mask_of(real, channel < K)
     below = token[:, None] > token[None, :]
-    above = token[:, None] < token[None, :]
     q_tile = _tile_at(q_ptr, start, q_stride, key_head, q_head_stride, token, channel)
     k_tile = _tile_at(k_ptr, start, k_stride, key_head, k_head_stride, token, channel)
-    do_tile = _tile_at(do_ptr, start, do_stride, head, do_head_stride, token, own_value)
     v_tile = _tile_at(v_ptr, start, v_stride, head, v_head_stride, token, own_value)
     dv_tile = _tile_at(dv_ptr, start, dv_stride, head, dv_head_stride, token, own_value)
     u_tile = _tile_at(u_ptr, start, HEADS * V, head, V, token, own_value)
@@ -345,81 +357,50 @@ def _key_kernel(
     row = head.to(tl.int64) * tokens + start
     gate = gates_ptr + row + token
     rstd = rstd_ptr + key_head.to(tl.int64) * tokens + start + token
-    scaled_q = load(rstd, real) * scale
-    rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
 
-    # The state before the chunk, and how it decays to the state after the chunk. Each sum over V loads its
-    # tiles again: the tiles and sums of one loop would not fit in the registers (0.55 ms on an H200, not 0.38).
+    # The states before and after the chunk, and how one decays to the other.
     k = load(k_tile, key_mask).to(dtype)
     passed = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+    d_write = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
+    d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
     for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         mask = mask_of(block + own_value < values, channel < K)
         state = load(state_tile + block * K, mask)
         mask = mask_of(block + own_value < next_values, channel < K)
         d_next = load(next_tile + block * K, mask)
         passed += tl.sum(state.to(tl.float32) * d_next.to(tl.float32), axis=0)
-    dk = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-    d_log_beta = tl.zeros((CHUNK,), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        mask = mask_of(block + own_value < values, channel < K)
-        state = load(state_tile + block * K, mask)
         mask = mask_of(real, block + own_value < V)
         dv = load(dv_tile + block, mask).to(dtype)
         v = load(v_tile + block, mask).to(dtype)
+        u = load(u_tile + block, mask)
         d_log_beta += tl.sum(dv.to(tl.float32) * v.to(tl.float32), axis=1)
         dk = tl.dot(dv, state, dk, input_precision=PRECISION)
-    dk *= -load(gate + 3 * gates, real)[:, None]
-    d_read = tl.sum(k.to(tl.float32) * dk, axis=1)
-    d_log_beta += d_read
-
-    # Terms between two tokens of the chunk in the scores.
-    decay = pair_decay(load(gate, real), load(gate + gates, real))
-    d_qk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        mask = mask_of(real, block + own_value < V)
-        do = load(do_tile + block, mask).to(dtype)
-        u = load(u_tile + block, mask)
-        d_qk_T = tl.dot(u, tl.trans(do), d_qk_T, input_precision=PRECISION)
-    d_qk_T = tl.where(below, 0.0, d_qk_T * decay * (rstd_k[:, None] * scaled_q[None, :]))
-    q = load(q_tile, key_mask).to(dtype)
-    dk = tl.dot(d_qk_T.to(dtype), q, dk, input_precision=PRECISION)
-
-    # Terms between two tokens in the triangular system, from both sides of the products k_i . k_j.
-    decay *= -rstd_k[:, None] * rstd_k[None, :]
-    d_kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    d_kk_T = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        mask = mask_of(real, block + own_value < V)
-        u = load(u_tile + block, mask)
-        dv = load(dv_tile + block, mask).to(dtype)
-        d_kk = tl.dot(dv, tl.trans(u), d_kk, input_precision=PRECISION)
-        d_kk_T = tl.dot(u, tl.trans(dv), d_kk_T, input_precision=PRECISION)
-    d_kk = tl.where(below, d_kk * decay, 0.0)
-    d_kk_T = tl.where(above, d_kk_T * decay, 0.0)
-    dk = tl.dot((d_kk + d_kk_T).to(dtype), k, dk, input_precision=PRECISION)
-    pairs = d_kk * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    d_log_beta += tl.sum(pairs, axis=1)
-    dg = _sums_over_later_and_earlier(pairs, below, k, PRECISION)
-    tl.store(d_gates_ptr + 2 * gates + row + token, d_log_beta, mask=real)
-
-    # The state after the chunk.
-    d_write = tl.zeros((CHUNK, BLOCK_K), dtype=tl.float32)
-    for block in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        mask = mask_of(block + own_value < next_values, channel < K)
-        d_next = load(next_tile + block * K, mask)
-        u = load(u_tile + block, mask_of(real, block + own_value < V))
         d_write = tl.dot(u, d_next, d_write, input_precision=PRECISION)
+    dk *= -load(gate + 3 * gates, real)[:, None]
     d_write *= load(gate + 4 * gates, real)[:, None]
-    k = load(k_tile, key_mask).to(dtype)  # again, so that it needs no registers until here
+    d_read = tl.sum(k.to(tl.float32) * dk, axis=1)
     d_rest = tl.sum(k.to(tl.float32) * d_write, axis=1)
-    part_tile = _tile_at(part_ptr, start, HEADS * K, head, K, token, channel)
-    tl.store(part_tile, _across(dk + d_write, k, rstd_k), mask=key_mask)
+    dk += d_write
 
-    dg += tl.sum(tl.where(below, d_rest[None, :], d_read[None, :]), axis=1)
+    d_gate = d_gates_ptr + row + token
+    d_log_beta += d_read + load(d_gate + 2 * gates, real)
+    tl.store(d_gate + 2 * gates, d_log_beta, mask=real)
+    dg = tl.sum(tl.where(below, d_rest[None, :], d_read[None, :]), axis=1)
     # A chunk at the end of a part passes its state on, also if it is not whole.
     total = load(gates_ptr + row + (length - 1), next_values > 0)
     dg += tl.sum(passed, axis=0) * tl.exp(total)
-    tl.store(d_gates_ptr + gates + row + token, dg, mask=real)
+    tl.store(d_gate + gates, dg, mask=real)
+
+    # Terms between two tokens of the chunk.
+    rstd_k = load(rstd + (HEADS // HEADS_PER_KEY) * tokens.to(tl.int64), real)
+    square = pairs_ptr + row * CHUNK + tile_of(token, CHUNK, token)
+    k = load(k_tile, key_mask).to(dtype)  # again, so that it needs no registers until here
+    q = load(q_tile, key_mask).to(dtype)
+    dk = tl.dot(load(square, real[:, None]), q, dk, input_precision=PRECISION)
+    dk = tl.dot(load(square + gates * CHUNK, real[:, None]), k, dk, input_precision=PRECISION)
+    part_tile = _tile_at(part_ptr, start, HEADS * K, head, K, token, channel)
+    tl.store(part_tile, _across(dk, k, rstd_k), mask=key_mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -57,7 +57,7 @@ def leaving_states(
     _leaving_kernel[(blocks, joints)](
         k_TGK,
         v_TNV,
-        scores.gates_5NT,
+        scores.gates_6NT,
         scores.matrices_2NTC,
         tables.joints_5J,
         tables.counts_2,
@@ -97,7 +97,7 @@ def entering_gradients(
         q_TGK,
         k_TGK,
         do_TNV,
-        scores.gates_5NT,
+        scores.gates_6NT,
         scores.matrices_2NTC,
         tables.joints_5J,
         tables.counts_2,

@@ -145,7 +145,7 @@ def _launch(
     walks = tables.walks_4W.shape[1]
     kernel[(blocks, _walk_programs(blocks, walks))](
         *strided,
-        scores.gates_5NT,
+        scores.gates_6NT,
         scores.matrices_2NTC,
         tables.walks_4W,
         tables.counts_2,

@@ -258,7 +258,7 @@ def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_b
         (1, heads, 16, 16),
         (2, 1, tokens),
         (2, heads, tokens, CHUNK),
-        (5, heads, tokens),
+        (6, heads, tokens),
     ]
     monkeypatch.setattr(on_meta, "of_shape", lambda *_, memory: memory)
     planned = on_meta.run(*tensors, *metadata, tables=tables, allow_neg_eigval=False)

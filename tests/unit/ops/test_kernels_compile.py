@@ -359,11 +359,11 @@ def scan(*sizes):
 
 
 DELTA_RULE_STACK = {
-    "_scores_kernel": 192,  # by its bound on registers, see `triton_tiles`
+    "_scores_kernel": 0,
     "_forward_kernel": 192,
     "_backward_kernel": 64,
-    "_query_kernel": 0,
-    "_key_kernel": 592,
+    "_query_kernel": 352,
+    "_key_kernel": 56,
     "_leaving_kernel": 0,
     "_entering_kernel": 120,
     "_pass_on_kernel": 0,
