@@ -61,7 +61,7 @@ def run(
             at_joints,  # gradients of the states there
             # What tokens write, and the exact gradient of v.
             *[written] * (1 if dtype == v_TNV.dtype else 2),
-            workspace(3, heads, tokens),  # gradients of the gates
+            workspace(4, heads, tokens),  # gradients of the gates
             # Parts of the gradient of q, then of k.
             workspace(tokens, heads, key_dim, dtype=dtype),
             workspace(2, heads, tokens, CHUNK, dtype=dtype),  # terms between two tokens

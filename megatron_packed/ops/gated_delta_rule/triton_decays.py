@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Triton kernel before the first stage: beta, and the sums of the gates in each chunk.
+"""First Triton kernel of the first stage: beta, and the sums of the gates in each chunk.
 
 A program computes one chunk of a block of heads, so that it loads whole rows of a and b.
 

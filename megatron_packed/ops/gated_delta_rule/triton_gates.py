@@ -28,12 +28,14 @@ _BLOCK_HEADS = 32
 class GateGradients(NamedTuple):
     """Gradients of the gates."""
 
-    g_of_q_NT: Tensor
-    """``(N, T)`` fp32, gradient of g, the logarithm of the decay, through the uses of q and the pairs of keys."""
-    g_of_k_NT: Tensor
-    """``(N, T)`` fp32, gradient of g through the states that k reads and writes."""
-    log_beta_NT: Tensor
-    """``(N, T)`` fp32, gradient of the logarithm of beta."""
+    g_of_pairs_NT: Tensor
+    """``(N, T)`` fp32, gradient of g, the logarithm of the decay, through q and the pairs of tokens."""
+    g_of_states_NT: Tensor
+    """``(N, T)`` fp32, gradient of g through the state before the chunk without q, and through that after it."""
+    log_beta_of_pairs_NT: Tensor
+    """``(N, T)`` fp32, gradient of the logarithm of beta through the pairs of keys."""
+    log_beta_of_states_NT: Tensor
+    """``(N, T)`` fp32, gradient of the logarithm of beta through v and the state before the chunk."""
 
 
 def gate_gradients(
@@ -82,9 +84,10 @@ def _gates_kernel(
     b_ptr,
     A_log_ptr,
     dt_bias_ptr,
-    d_g_of_q_ptr,
-    d_g_of_k_ptr,
-    d_log_beta_ptr,
+    d_g_of_pairs_ptr,
+    d_g_of_states_ptr,
+    d_log_beta_of_pairs_ptr,
+    d_log_beta_of_states_ptr,
     da_ptr,
     db_ptr,
     parts_ptr,
@@ -104,9 +107,9 @@ def _gates_kernel(
     mask = mask_of(row < tokens, real)
     gate = head[None, :] * tokens.to(tl.int64) + row[:, None]
     a = load(rows_at(a_ptr, row, a_stride, head), mask)
-    d_g = load(d_g_of_q_ptr + gate, mask)
-    d_g += load(d_g_of_k_ptr + gate, mask)
-    d_log_beta = load(d_log_beta_ptr + gate, mask)
+    d_g = load(d_g_of_pairs_ptr + gate, mask) + load(d_g_of_states_ptr + gate, mask)
+    d_log_beta = load(d_log_beta_of_pairs_ptr + gate, mask)
+    d_log_beta += load(d_log_beta_of_states_ptr + gate, mask)
     rate = tl.exp(load_fp32(A_log_ptr + head, real))
     bias = load_fp32(dt_bias_ptr + head, real)
     raw = a.to(tl.float32) + bias[None, :]

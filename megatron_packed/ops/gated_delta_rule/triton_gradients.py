@@ -8,10 +8,11 @@ parts of a key head in the order of the heads. Equal inputs give equal bits in e
 and k would need more registers than there are. So the kernel of q computes all terms between two tokens,
 and stores those that the kernel of k needs as matrices.
 
-No product has a computed tile that is transposed, see `triton_states`. Instead the kernels compute the
-transposed product from the loaded tiles.
+No product has a computed tile that is transposed, see `triton_states`. The kernel of q stores the
+transposed tile, and the kernel of k loads it.
 
-Letters: T tokens, G key heads, N value heads, K key head dimension, V value head dimension, S slots.
+Letters: T tokens, G key heads, N value heads, K key head dimension, V value head dimension, S slots,
+C columns of a chunk (64).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def chunk_gradients(
     (tokens, heads, _), key_dim = v_TNV.shape, k_TGK.shape[2]
     states_SNVK, d_states_SNVK, u_TNV, dv_TNV = backward
     dtype, device = u_TNV.dtype, v_TNV.device
-    gates_3NT = torch.empty(3, heads, tokens, dtype=torch.float32, device=device)
+    gates_4NT = torch.empty(4, heads, tokens, dtype=torch.float32, device=device)
     part_TNK = torch.empty(tokens, heads, key_dim, dtype=dtype, device=device)
     pairs_2NTC = torch.empty(2, heads, tokens, CHUNK, dtype=dtype, device=device)
     factors = (scores.rstd_2GT, scores.gates_6NT)
@@ -75,7 +76,7 @@ def chunk_gradients(
         _query_kernel,
         "queries",
         (q_TGK, k_TGK, do_TNV, dv_TNV),
-        (part_TNK, *factors, states_SNVK, u_TNV, gates_3NT, pairs_2NTC),
+        (part_TNK, *factors, states_SNVK, u_TNV, gates_4NT, pairs_2NTC),
         tables,
         in_parts,
     )
@@ -84,12 +85,12 @@ def chunk_gradients(
         _key_kernel,
         "keys",
         (q_TGK, k_TGK, v_TNV, dv_TNV),
-        (part_TNK, *factors, states_SNVK, d_states_SNVK, u_TNV, gates_3NT, pairs_2NTC),
+        (part_TNK, *factors, states_SNVK, d_states_SNVK, u_TNV, gates_4NT, pairs_2NTC),
         tables,
         in_parts,
     )
     _add_heads(part_TNK, out=out[1])
-    return GateGradients(*gates_3NT)
+    return GateGradients(*gates_4NT)
 
 
 def _launch(
@@ -153,8 +154,8 @@ def _chunk_of(
     """Return a chunk's first token and length, and the value channels of the states before and after it.
 
     The first chunk of a document starts from a state of zeros, and the last has no next one. They have 0
-    channels, unless the document is cut there. A spare chunk starts after all tokens. No load depends on
-    another, because the first loads of a program are all that it waits for.
+    channels, unless the document is cut there. The last document ends at the last token, so a spare chunk
+    starts after all tokens. No load depends on another: a program waits for its first loads.
     """
     start = tl.load(start_ptr + chunk).to(tl.int64)
     end = tl.load(end_ptr + chunk)
@@ -215,7 +216,8 @@ def _query_kernel(
 ):
     """Compute the part of dq of chunk i that value head n adds in program i * HEADS + n; see README.md.
 
-    The two matrices of the terms between tokens are (dO U^T * decay)^T, and -(B + B^T).
+    The program stores the terms between tokens for `_key_kernel`: (dO U^T * decay)^T and -(B + B^T), with
+    the factors of the norms. It also stores the gradients of the gates that come from these terms.
     """
     head = tl.program_id(0) % HEADS
     chunk = tl.program_id(0) // HEADS
@@ -384,8 +386,7 @@ def _key_kernel(
     dk += d_write
 
     d_gate = d_gates_ptr + row + token
-    d_log_beta += d_read + load(d_gate + 2 * gates, real)
-    tl.store(d_gate + 2 * gates, d_log_beta, mask=real)
+    tl.store(d_gate + 3 * gates, d_log_beta + d_read, mask=real)
     dg = tl.sum(tl.where(below, d_rest[None, :], d_read[None, :]), axis=1)
     # A chunk at the end of a part passes its state on, also if it is not whole.
     total = load(gates_ptr + row + (length - 1), next_values > 0)
