@@ -55,7 +55,7 @@ RESULTS = (
     ),
     "offload",
     "full_step",
-    *(RECIPES := ("recipe_gated_delta_1b", "recipe_gated_delta_1b_previous_convolution")),
+    *(RECIPES := ("recipe_gated_delta_1b", "recipe_gated_delta_1b_previous_delta_rule")),
     OVERLAPPED := "layouts_2_hybrid1b_tp_overlap",
     "expert_graphs",
     *(SMALL_PACKS := {f"expert_graphs_{tokens}": tokens for tokens in (4096, 2048)}),

@@ -37,6 +37,10 @@ SIZES = (1, 2, 12, 20)
 triton_rule = partial(forward_backward, backend="triton")
 
 
+KEPT = {"decay": 0.01, "beta": -2.0}
+"""Arguments of `inputs` with which a state lasts over several segments."""
+
+
 def check(got, want, bound=5e-6):
     """Compare all results; a gradient that is zero by symmetry has an absolute bound."""
     for name in want:
@@ -64,6 +68,7 @@ def test_kernels_are_the_recurrence(strength):
         ((1, 2, 16, 16), [1]),
         ((1, 2, 16, 16), [1, 2, 3, 20]),
         ((1, 2, 16, 16), [5, 0, 66, 0, 0]),
+        ((1, 20, 16, 16), [65, 0, 3]),  # heads of several programs for the gates
     ],
 )
 def test_sizes_of_heads_and_documents(sizes, lengths):
@@ -71,6 +76,14 @@ def test_sizes_of_heads_and_documents(sizes, lengths):
     want = forward_backward(values, lengths, backend="recurrence")
     got = triton_rule(cast(values, torch.float32), lengths)
     check(got, want)
+
+
+def test_the_rounding_of_large_sums_of_gates_counts():
+    """In each chunk the first token forgets all. The others remember, and their sums have its size."""
+    values = inputs(130, (1, 2, 16, 16), **KEPT)
+    values["a"][[0, 64]] = 3e5
+    want = forward_backward(values, [130], backend="recurrence")
+    check(triton_rule(cast(values, torch.float32), [130]), want)
 
 
 def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkeypatch):
@@ -86,10 +99,6 @@ def test_programs_share_more_documents_and_chunks_than_there_are_programs(monkey
 def segments(monkeypatch):
     """Return a function that sets the tokens of a segment."""
     return lambda tokens: monkeypatch.setattr(triton_kernels, "segment_tokens", lambda _: tokens)
-
-
-KEPT = {"decay": 0.01, "beta": -2.0}
-"""Arguments of `inputs` with which a state lasts over several segments."""
 
 
 @pytest.mark.parametrize(
@@ -201,12 +210,13 @@ def test_a_document_has_the_same_bits_anywhere_in_a_pack_of_any_capacity(tokens,
         assert torch.equal(one, other)
 
 
-def test_values_that_are_not_finite_stay_in_their_document(segments):
+@pytest.mark.parametrize("places", [{"v": 70, "k": 80}, {"a": 66}, {"b": 66}], ids=str)
+def test_values_that_are_not_finite_stay_in_their_document(places, segments):
     segments(64)
     lengths = [66, 70, 65]
     values = cast(inputs(201, (1, 2, 12, 20)), torch.float32)
-    values["v"][70] = torch.inf
-    values["k"][80] = torch.nan
+    for name, token in places.items():
+        values[name][token] = torch.inf if name == "v" else torch.nan
     results = triton_rule(values, lengths)
     for name in ("o", *(f"d{name}" for name in PER_TOKEN)):
         assert results[name][:66].isfinite().all() and results[name][136:].isfinite().all(), name
@@ -234,7 +244,7 @@ def test_strided_inputs_gradient_slots_main_grads_and_given_tables():
     assert parameters[0].grad is None and torch.equal(parameters[1].grad, want["ddt_bias"])
 
 
-def test_inputs_results_of_the_first_kernel_and_states_at_joints_are_saved_for_backward(
+def test_inputs_results_of_the_first_kernels_and_states_at_joints_are_saved_for_backward(
     monkeypatch,
 ):
     tokens, heads = 70, 2

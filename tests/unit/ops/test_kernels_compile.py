@@ -359,6 +359,7 @@ def scan(*sizes):
 
 
 DELTA_RULE_STACK = {
+    "_decays_kernel": 0,
     "_scores_kernel": 0,
     "_forward_kernel": 192,
     "_backward_kernel": 64,

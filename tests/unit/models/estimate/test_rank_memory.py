@@ -315,9 +315,9 @@ def test_what_a_gated_delta_net_moves_with_passed_states():
 
 
 def test_a_gated_delta_net_saves_two_matrices_per_chunk_and_value_head():
-    """Two bf16 matrices and five fp32 vectors of four value heads, two vectors of two key heads."""
+    """Two bf16 matrices and six fp32 vectors of four value heads, two vectors of two key heads."""
     [layer] = units_of(imagined("G"), WORK)
-    scores = 4096 * (2 * 4 * 64 * 2 + 4 * (5 * 4 + 2 * 2))
+    scores = 4096 * (2 * 4 * 64 * 2 + 4 * (6 * 4 + 2 * 2))
     at_joints = 7 * 4 * 8 * (6 + 8) * 4  # states and matrices in fp32
     # q, k and v of the convolution; z, a and b in addition to them; y before and after the norm.
     convolved, projected, y = 2 * 2 * 8 + 4 * 6, 2 * 2 * 8 + 2 * 4 * 6 + 2 * 4, 4 * 6
@@ -472,7 +472,7 @@ SCAN = 4096 * 2 * (132 + 96 + 32) + 4096 * 4 * 2 + SEQ_IDX
 """Projection, convolution and output in bf16, and statistics of two groups."""
 JOINTS = 11 * 512 + 14 * 512
 """States (6 x 8) and matrices (8 x 8) of four heads at seven joints in fp32, rounded up to 512 bytes."""
-RULE = 4096 * 2 * (88 + 56 + 24) + 4096 * 4 * 4 + 4096 * (2 * 4 * 64 * 2 + 4 * (5 * 4 + 2 * 2))
+RULE = 4096 * 2 * (88 + 56 + 24) + 4096 * 4 * 4 + 4096 * (2 * 4 * 64 * 2 + 4 * (6 * 4 + 2 * 2))
 CORE = 4096 * 2 * (8 * 8 + 2 * 4 * 8) + 4096 * 4 * 4
 """Fused projection, queries and output, and the log-sum-exp of four heads."""
 
