@@ -363,7 +363,7 @@ DELTA_RULE_STACK = {
     "_scores_kernel": 0,
     "_forward_kernel": 192,
     "_backward_kernel": 64,
-    "_query_kernel": 352,
+    "_query_kernel": 352,  # it computes the terms between tokens for both kernels; 72 with Triton 3.6
     "_key_kernel": 56,
     "_leaving_kernel": 0,
     "_entering_kernel": 120,
